@@ -6,7 +6,9 @@ import random
 import signal
 import sys
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))  # runs/, tiers.py
 
@@ -26,6 +28,7 @@ import pytest
 import torch
 from hypothesis.internal.conjecture import providers
 
+from diffllm.cli import main
 from diffllm.distributed.launcher import set_variables
 
 set_variables()  # tests fork runs from this process, so MKL must compute here as in train.py
@@ -69,6 +72,71 @@ def _seeded() -> None:
 def pytest_runtest_teardown() -> None:
     # wandb sets this variable. Processes of later tests would share the service of this process.
     os.environ.pop("WANDB_SERVICE", None)
+
+
+@pytest.fixture(scope="module")
+def gloo() -> Iterator[None]:
+    """Provide a process group of one rank to all tests of a module."""
+    from runs.one_rank import gloo_group  # most tests do not need the modules of training
+
+    torch.set_num_threads(1)
+    with gloo_group():
+        yield
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Change to an empty directory, and return its path."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def source_tokenizer(tmp_path: Path) -> Path:
+    """Write a file that a run directory copies as its tokenizer."""
+    path = tmp_path / "source.model"
+    path.write_bytes(b"pieces")
+    return path
+
+
+@pytest.fixture
+def wandb_server() -> Iterator[Any]:
+    """Return a stand-in for wandb's server."""
+    from wandb_server import WandbServer
+
+    server = WandbServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def output_of(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Return a function that runs a `diffllm` command to exit code 0 and returns its stdout."""
+
+    def run(*words: object) -> str:
+        capsys.readouterr()
+        assert main([str(word) for word in words]) == 0
+        out, err = capsys.readouterr()
+        assert err == ""
+        return out
+
+    return run
+
+
+@pytest.fixture
+def error_of(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Return a function that runs a failing `diffllm` command and returns its error line."""
+
+    def run(*words: object) -> str:
+        capsys.readouterr()
+        assert main([str(word) for word in words]) == 2, words
+        out, err = capsys.readouterr()
+        assert out == ""
+        (line,) = err.splitlines()
+        assert line.startswith("error: ")
+        return line
+
+    return run
 
 
 LONG = ("integration", "plan", "distributed")

@@ -1,6 +1,5 @@
 """The documentation site (`make docs-site`) and the notebook that is one of its pages."""
 
-import json
 import os
 import re
 import subprocess
@@ -9,6 +8,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from runs.json_files import read_json
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOK = ROOT / "docs" / "differential_attention.ipynb"
@@ -94,18 +94,14 @@ def test_navigation_of_site_lists_every_page_in_exactly_one_group(site):
     pages = set(site.rglob("*.html")) - generated - {site / "docs" / "index.html"}
     assert listed == sorted(pages)
     for verdict in (ROOT / "benchmarks" / "results").glob("*/verdict.json"):
-        claim = json.loads(verdict.read_text(encoding="utf-8"))["claim"]
+        claim = read_json(verdict)["claim"]
         assert f">{claim.replace(chr(39), '’')}: " in sidebar
 
 
 @pytest.mark.slow
 def test_notebook_prints_its_committed_output_when_run_again(tmp_path):
     """Cells tagged "trained" depend on a trained model, whose losses differ between machines."""
-    cells = [
-        cell
-        for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
-        if "outputs" in cell
-    ]
+    cells = [cell for cell in read_json(NOTEBOOK)["cells"] if "outputs" in cell]
     separator = "=== next cell ==="
     script = f"\nprint({separator!r})\n".join("".join(cell["source"]) for cell in cells)
     (tmp_path / "notebook.py").write_text(script, encoding="utf-8")

@@ -13,7 +13,7 @@ from runs.command import (
     documents,
     tool_command,
     train_command,
-    write_jsonl,
+    write_texts,
 )
 
 from diffllm.config import load_config
@@ -54,7 +54,7 @@ def environment(tmp_path):
 
 @pytest.fixture
 def words(tmp_path):
-    corpus = write_jsonl(tmp_path / "corpus.jsonl", documents(60))
+    corpus = write_texts(tmp_path / "corpus.jsonl", documents(60))
     return [
         *("model=tiny", "model.vocab_size=512", "data=files", f"data.paths=[{corpus}]"),
         *("seq_len=32", "global_batch_size=2", "steps=2", "optim.warmup_steps=1"),

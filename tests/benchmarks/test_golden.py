@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from runs.json_files import read_json, write_json
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -31,9 +32,9 @@ def test_golden_comparison_fails_if_any_output_file_differs(tmp_path):
     metrics.write_text(unchanged, encoding="utf-8")
 
     trace = after / "trace-replicas-0-1.json"
-    found = json.loads(trace.read_text(encoding="utf-8"))
+    found = read_json(trace)
     found["entries"].reverse()
-    trace.write_text(json.dumps(found), encoding="utf-8")
+    write_json(trace, found)
     assert not compare(before, after, CASE)
     shutil.copy(before / trace.name, trace)
 

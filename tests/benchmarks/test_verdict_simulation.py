@@ -1,12 +1,12 @@
 """benchmarks/verdict_simulation.py has results within its limits and detects a broken rule."""
 
-import json
 import re
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from runs.json_files import read_json
 
 from diffllm.compare.study import rule_tests
 
@@ -49,7 +49,7 @@ def test_more_looks_at_same_studies_show_more_false_differences():
 
 
 def test_page_has_the_simulated_shares_of_early_looks():
-    content = json.loads((ROOT / "benchmarks/results/verdict_simulation.json").read_text("utf-8"))
+    content = read_json(ROOT / "benchmarks/results/verdict_simulation.json")
     page = (ROOT / "docs" / "verdicts.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| .* \| ([\d.]+)% \| ([\d.]+)% \|$", page, re.M)
     shares = [(row["shown"], row["refuted"]) for row in content["looks"]]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs.one_rank import gloo_group, resume
+from runs.one_rank import resume
 from tiers import slow_but
 from torch.distributed.checkpoint import FileSystemWriter
 
@@ -22,13 +22,9 @@ from diffllm.training.build import Training, build
 from diffllm.training.state import LoopState, save
 from diffllm.training.step import train_step
 
+pytestmark = pytest.mark.usefixtures("gloo")
+
 VARIANTS = ("standard", "gated", "diff_v1", "diff_v2")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    with gloo_group():
-        yield
 
 
 @pytest.fixture

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from runs.one_rank import SMALL, gloo_group, resume, sign, trained_run
+from runs.json_files import read_json
+from runs.one_rank import SMALL, gloo_group, resume, sign
 from tiers import slow_but
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
@@ -38,15 +39,6 @@ from diffllm.training.state import resume_checkpoint
 ROOT = Path(diffllm.__file__).parent
 CONFIG = [*SMALL, "attention=standard"]
 SECRET = "hunter2-is-the-secret"
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    path = tmp_path_factory.mktemp("trained")
-    with gloo_group():
-        trained_run(path, ["attention=standard"])
-    (path / "metrics.jsonl").write_text('{"step": 3, "train/loss": 4.0}\n', encoding="utf-8")
-    return path
 
 
 @pytest.fixture
@@ -250,7 +242,7 @@ def also(run: Path, name: str) -> str:
     """Return the manifest with an additional file `name`, whose record fits a file outside."""
     outside = run.parent / "outside"
     outside.write_text("not of the checkpoint", encoding="utf-8")
-    manifest = json.loads((checkpoint_of(run) / "manifest.json").read_text(encoding="utf-8"))
+    manifest = read_json(checkpoint_of(run) / "manifest.json")
     files = {**manifest["files"], name: vars(file_records([outside])["outside"])}
     return json.dumps({**manifest, "files": files})
 

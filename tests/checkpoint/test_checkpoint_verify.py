@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs.one_rank import flip_bit, gloo_group, loop_of, write_checkpoint
+from runs.one_rank import flip_bit, loop_of, write_checkpoint
 
 from diffllm import load_config
 from diffllm.checkpoint.directory import (
@@ -23,13 +23,9 @@ from diffllm.cli import main
 from diffllm.core.errors import CheckpointError
 from diffllm.training.state import resume_checkpoint
 
+pytestmark = pytest.mark.usefixtures("gloo")
+
 STATE = {"parameters": {"w": [2, 3]}, "ranks": 1, "loop": {"step": 1}}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    with gloo_group():
-        yield
 
 
 def tensors(value: float = 1.0) -> dict[str, torch.Tensor]:

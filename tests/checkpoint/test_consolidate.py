@@ -1,10 +1,10 @@
 """`diffllm consolidate` writes safetensors, which rebuild exactly the trained model."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
+from runs.json_files import read_json
 from runs.one_rank import TOKENS, gloo_group, trained_run
 from runs.ranks import run_ranks
 from safetensors import safe_open
@@ -101,7 +101,7 @@ def test_consolidate_to_bf16_leaves_sensitive_parameters_in_float32(run, tmp_pat
 def test_consolidate_splits_large_model_into_several_files(run, tmp_path):
     path, logits, _ = run
     assert main(["consolidate", f"run={path}", f"out={tmp_path}", "max_shard_size=10KB"]) == 0
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text(encoding="utf-8"))
+    index = read_json(tmp_path / "model.safetensors.index.json")
     files = sorted({*index["weight_map"].values()})
     count = len(files)
     assert count > 2

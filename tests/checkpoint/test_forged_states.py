@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from damage import BOMB, damaged, edited, outcome, try_all
-from runs.one_rank import gloo_group, sign, trained_run, write_checkpoint
+from runs.json_files import read_json, write_json
+from runs.one_rank import sign, write_checkpoint
 from tiers import slow_but
 
 from diffllm.checkpoint.directory import newest_good
@@ -21,14 +22,6 @@ from diffllm.config.words import with_recipe
 from diffllm.config.yaml_file import MOST_NODES, read_yaml
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.training.state import LoopState
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    path = tmp_path_factory.mktemp("trained")
-    with gloo_group():
-        trained_run(path, ["attention=standard"])
-    return path
 
 
 @pytest.fixture
@@ -71,7 +64,7 @@ def test_forged_state_json_is_rejected_or_loaded_safely(run):
         if not faults(path):
             assert_usable(path)
 
-    state = json.loads(file.read_text(encoding="utf-8"))
+    state = read_json(file)
     spikes = edited(state["loop"]["spikes"]).map(json.loads)
     states = spikes.map(lambda new: {**state, "loop": {**state["loop"], "spikes": new}})
     try_all(check, edited(state) | states.map(lambda new: json.dumps(new).encode()), 80)
@@ -130,11 +123,11 @@ MISSING = object()
 )
 def test_state_json_with_missing_or_invalid_field_is_rejected(run, name, value):
     file = newest(run) / "state.json"
-    content = json.loads(file.read_text(encoding="utf-8"))
+    content = read_json(file)
     content["loop"][name] = value
     if value is MISSING:
         del content["loop"][name]
-    file.write_text(json.dumps(content), encoding="utf-8")
+    write_json(file, content)
     sign(newest(run))
     assert faults(newest(run)) == [f"loop.{name} in state.json is missing or invalid"]
     assert chosen(run) == "step-00000001"

@@ -34,9 +34,8 @@ def test_parse_accepts_every_spelling_of_flag(word):
     assert parse(Composing, [word, "gpus=2"], "") == Composing(2, json=True)
 
 
-def test_path_with_equals_sign_is_parsed_as_positional_argument(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "lr=1").mkdir()
+def test_path_with_equals_sign_is_parsed_as_positional_argument(workplace):
+    (workplace / "lr=1").mkdir()
     words = ["a", "run=b", "lr=1", "out/c=d*", "lambda=0.5", "--dry-run"]
     assert parse(Plain, words, "") == Plain(["a", "b", "lr=1", "out/c=d*"], 0.5, dry_run=True)
 

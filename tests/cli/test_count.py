@@ -21,7 +21,6 @@ from equations import (
 from tiers import families, slow_but
 
 from diffllm import build_model, load_config
-from diffllm import cli as tools
 from diffllm.cli.count import count
 from diffllm.config.compose import variant_config
 from diffllm.core.errors import ConfigError
@@ -185,26 +184,24 @@ def test_flop_count_without_document_mask_matches_reference(size, variant, flops
     assert count(config(size, variant, "seq_len=4096"))["flops_per_token"] == flops
 
 
-def test_count_command_shows_visible_keys_if_documents_are_masked(capsys, snapshot):
-    masked = ["model=tiny", "data.mask_documents=true"]
-    assert printed(capsys, *masked) == snapshot(name="unknown keys")
-    assert printed(capsys, *masked, "data.visible_keys=100.5") == snapshot(name="100.5 keys")
-    assert printed(capsys, "model=tiny") == snapshot(name="no masks")
+def test_count_command_shows_visible_keys_if_documents_are_masked(output_of, snapshot):
+    masked = ["count", "model=tiny", "data.mask_documents=true"]
+    assert output_of(*masked) == snapshot(name="unknown keys")
+    assert output_of(*masked, "data.visible_keys=100.5") == snapshot(name="100.5 keys")
+    assert output_of(*masked[:2]) == snapshot(name="no masks")
 
 
-def test_count_command_json_output_contains_all_counts(capsys):
+def test_count_command_json_output_contains_all_counts(output_of):
     argv = ["count", "model=dense_7b", "attention=diff_v1", "seq_len=2048", "--json"]
-    assert tools.main(argv) == 0
-    printed = json.loads(capsys.readouterr().out)
+    printed = json.loads(output_of(*argv))
     assert printed == count(config("dense_7b", "diff_v1", "seq_len=2048"))
 
 
 def test_count_command_json_output_describes_parameter_matching(
-    capsys,
+    output_of,
 ):
     words = ["count", "model=tiny", "attention=standard", "model.match_params_to=diff_v2"]
-    assert tools.main([*words, "--json"]) == 0
-    counts = json.loads(capsys.readouterr().out)
+    counts = json.loads(output_of(*words, "--json"))
     target = count(config("tiny", "diff_v2"))
     assert counts["ffn_dim"] > target["ffn_dim"]
     difference = 100 * (counts["total_params"] / target["total_params"] - 1)
@@ -225,21 +222,14 @@ def test_count_command_json_output_describes_parameter_matching(
 # --compare
 
 
-def printed(capsys, *words):
-    assert tools.main(["count", *words]) == 0
-    out, err = capsys.readouterr()
-    assert err == ""
-    return out
-
-
-def test_count_command_compares_other_variants_with_first_variant(capsys, snapshot):
+def test_count_command_compares_other_variants_with_first_variant(output_of, snapshot):
     words = ("--compare=standard_sink,diff_v2", "model=tiny", "model.match_params_to=diff_v2")
-    assert printed(capsys, *words) == snapshot
+    assert output_of("count", *words) == snapshot
 
 
-def test_count_command_json_output_contains_counts_of_compared_variants(capsys):
+def test_count_command_json_output_contains_counts_of_compared_variants(output_of):
     overrides = ["model=tiny", "model.match_params_to=gated"]
-    given = json.loads(printed(capsys, *overrides, "--compare", "standard,diff_v2", "--json"))
+    given = json.loads(output_of("count", *overrides, "--compare", "standard,diff_v2", "--json"))
     assert list(given) == ["standard", "diff_v2"]
     for name, counts in given.items():
         assert counts == count(load_config([f"attention={name}", *overrides]))
@@ -265,10 +255,6 @@ def test_count_command_json_output_contains_counts_of_compared_variants(capsys):
         ),
     ],
 )
-def test_count_command_prints_error_for_invalid_compare_argument(capsys, words, named):
-    assert tools.main(["count", "model=tiny", *words]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("error: ")
-    assert len(err.splitlines()) == 1
-    assert all(part in err for part in named), err
+def test_count_command_prints_error_for_invalid_compare_argument(error_of, words, named):
+    error = error_of("count", "model=tiny", *words)
+    assert all(part in error for part in named), error

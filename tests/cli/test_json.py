@@ -1,6 +1,5 @@
 """`--json` and `json=true` of all commands, as documented in docs/tools.md."""
 
-import contextlib
 import json
 import os
 import re
@@ -11,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from runs.json_files import write_json
 from runs.written import study_file, write_arms
 
 import diffllm
-from diffllm.cli import COMMANDS, main, run, train
+from diffllm.cli import COMMANDS, run, train
 from diffllm.core.standard_streams import messages_on_stderr
 from diffllm.training.run import Outcome
 
@@ -24,24 +24,16 @@ LOSSES = {"standard": [4.5, 4.51, 4.49], "half": [4.4, 4.41, 4.39], "v2": [4.3, 
 FULL_NAMES = [*(name for name in COMMANDS if name != "study"), "study run", "study verdict"]
 
 
-def error_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    with contextlib.suppress(SystemExit):
-        assert main(words) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    return err
-
-
 @pytest.mark.parametrize("name", FULL_NAMES)
-def test_every_command_accepts_both_spellings_of_json(name, capsys):
+def test_every_command_accepts_both_spellings_of_json(name, error_of):
     """An accepted word does not change the error about another word."""
     words, wrong = name.split(), "--nonsense"
-    expected = error_of([*words, wrong], capsys)
+    expected = error_of(*words, wrong)
     assert wrong in expected
     for word in ("--json", "json=true", "--json=true", "json=false"):
-        assert error_of([*words, word, wrong], capsys) == expected
-    assert "--jsn" in error_of([*words, "--jsn", wrong], capsys)
-    assert "json='yes' must be true or false" in error_of([*words, "json=yes"], capsys)
+        assert error_of(*words, word, wrong) == expected
+    assert "--jsn" in error_of(*words, "--jsn", wrong)
+    assert "json='yes' must be true or false" in error_of(*words, "json=yes")
 
 
 def test_every_command_has_documented_json():
@@ -71,29 +63,24 @@ def test_json_of_train_names_run_and_signal(monkeypatch, capsys, outcome, expect
     assert err == "step 1\n"
 
 
-def test_json_of_study_lists_costs_and_runs(tmp_path, monkeypatch, capsys):
+def test_json_of_study_lists_costs_and_runs(tmp_path, monkeypatch, output_of):
     monkeypatch.setenv("PYTHONPATH", "")  # the command sets it for its runs
     study, out = study_file(tmp_path / "study.yaml", RULE), tmp_path / "out"
     write_arms(study, out, LOSSES)
-    (out / "sweep.json").write_text(
-        json.dumps({"runs": {"v2-seed1": ["run.study=a"]}}), encoding="utf-8"
-    )
+    write_json(out / "sweep.json", {"runs": {"v2-seed1": ["run.study=a"]}})
     words = ["study", "run", str(study.path), f"out={out}", "json=true"]
-    assert main([*words, "--dry-run"]) == 0
-    planned = json.loads(capsys.readouterr().out)
+    planned = json.loads(output_of(*words, "--dry-run"))
     assert {stage["arm"]: stage["ended"] for stage in planned["stages"]} == dict.fromkeys(LOSSES, 3)
     assert planned["left"] == {"runs": 0, "tokens": 0, "flops": 0}
-    assert main(words) == 0
-    value = json.loads(capsys.readouterr().out)
+    value = json.loads(output_of(*words))
     (run_of_study,) = value.pop("runs")
     assert value == {"study": str(out), "signal": None}
     assert run_of_study["state"] == "finished"
     assert run_of_study["summary"]["heldout_loss"] in LOSSES["v2"]
 
 
-def test_json_of_composed_config_is_the_yaml_config(capsys):
-    assert main(["train", "--cfg", "job", "model=tiny", "--resolve", "--json"]) == 0
-    config = json.loads(capsys.readouterr().out)
+def test_json_of_composed_config_is_the_yaml_config(output_of):
+    config = json.loads(output_of("train", "--cfg", "job", "model=tiny", "--resolve", "--json"))
     assert config["model"]["seq_len"] == config["seq_len"] == 512
     assert config["wandb"]["mode"] == "auto"
 

@@ -1,7 +1,6 @@
 """launch/slurm.sbatch and srun on a real SLURM of two nodes."""
 
 import contextlib
-import json
 import os
 import signal
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 from nodes import lacking, overrides, two_nodes
 from runs.command import steps_logged
+from runs.json_files import read_json
 from slurm import PROGRAMS, Slurm, slurm
 
 from diffllm.distributed.launcher import first_host
@@ -72,7 +72,7 @@ def test_stopped_slurm_job_resumes_from_checkpoint_after_requeue(cluster, corpus
     words = overrides(corpus, run, f"steps={last}", "global_batch_size=64")
     job = submit(cluster, *TWO, "launch/slurm.sbatch", *words)
     cluster.wait_for(lambda: len(steps_logged(run)) > 5, "training")
-    assert json.loads((run / "run.json").read_text(encoding="utf-8"))["ranks"] == 2
+    assert read_json(run / "run.json")["ranks"] == 2
     ranks = tasks(cluster)
     assert len(ranks) == 2, cluster.logs()
     number = signal.SIGTERM if how == "preempted" else signal.SIGUSR1
@@ -89,7 +89,7 @@ def test_stopped_slurm_job_resumes_from_checkpoint_after_requeue(cluster, corpus
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
     cluster.wait_for((run / "requeue").exists, "marker")
-    marker = json.loads((run / "requeue").read_text(encoding="utf-8"))
+    marker = read_json(run / "requeue")
     assert marker["signal"] == number.name
     assert 5 < marker["step"] < last
     cluster.wait_for(lambda: cluster.job(job).get("Restarts") == "1", "requeue")
@@ -141,7 +141,7 @@ def test_two_srun_tasks_join_same_training_run(cluster, corpus, tmp_path):
     cluster(*apart, "python", "train.py", *overrides(corpus, runs[0], "steps=8"))
     together = ["srun", "--nodes=1", "--ntasks=2"]
     cluster(*together, "python", "train.py", *overrides(corpus, runs[1], "steps=8"))
-    ranks = [json.loads((run / "run.json").read_text(encoding="utf-8"))["ranks"] for run in runs]
+    ranks = [read_json(run / "run.json")["ranks"] for run in runs]
     assert ranks == [2, 2]
     assert steps_logged(runs[0]) == steps_logged(runs[1]) == list(range(1, 9))
 

@@ -1,6 +1,5 @@
 """launch/torchrun.sh on two nodes with different names and addresses, and loss of a node."""
 
-import json
 import os
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 from nodes import Node, lacking, overrides, two_nodes
 from runs.command import ROOT, descendants, metrics
+from runs.json_files import read_json
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -67,7 +67,7 @@ class Cluster:
         return losses(self.run)
 
     def ranks(self) -> int:
-        return json.loads((self.run / "run.json").read_text(encoding="utf-8"))["ranks"]
+        return read_json(self.run / "run.json")["ranks"]
 
     def steps(self) -> int:
         return max(self.losses(), default=0)

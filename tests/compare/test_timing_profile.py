@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from runs.json_files import read_json, write_json
 from runs.written import write_train_seconds
 
 from diffllm.cli.timing import profile_text
@@ -55,14 +56,14 @@ def profile() -> TimingProfile:
 
 def read_written(content: dict[str, Any], path: Path) -> TimingProfile:
     """Write the content of a profile, and read the file."""
-    path.write_text(json.dumps(content), encoding="utf-8")
+    write_json(path, content)
     return read_profile(path)
 
 
 def test_read_profile_returns_written_profile(profile, tmp_path):
     path = tmp_path / "timing.json"
     assert read_written(profile.content(), path) == profile
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = read_json(path)
     # Readers without diffllm find the statistics in the file.
     arm = content["arms"]["diff_v2"]
     blocks = [seconds for turn in BLOCK_SECONDS["diff_v2"] for seconds in turn]
@@ -202,8 +203,8 @@ def turn_run(path: Path, steps: int, summary: dict[str, Any]) -> Job:
     path.mkdir()
     write_train_seconds(path, list(range(1, steps + 1)))
     record = {"device": "CPU", "ranks": 1, "environment": {"threads": 2}}
-    (path / "run.json").write_text(json.dumps(record), encoding="utf-8")
-    (path / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+    write_json(path / "run.json", record)
+    write_json(path / "summary.json", summary)
     return Job(1, 1, "standard, round 1", str(path), 6, 0.0, [], False)
 
 

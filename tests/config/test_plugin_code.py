@@ -131,26 +131,24 @@ def begun(path: Path, *words: str) -> RunDirectory:
 
 
 @pytest.fixture
-def run(mine, tmp_path) -> Path:
+def run(mine, tmp_path, source_tokenizer) -> Path:
     """Create a run with a plugin, then edit the plugin's code."""
-    tokenizer = tmp_path / "source.model"
-    tokenizer.write_bytes(b"pieces")
     directory = begun(tmp_path / "run", "plugins=[own]")
-    directory.begin(tokenizer)
+    directory.begin(source_tokenizer)
     directory.describe({"plugin_code": plugin_versions(["own"])})
     (mine / "own.py").write_text("x = 1\n", encoding="utf-8")
     forget(mine)
     return directory.path
 
 
-def test_run_resumes_after_plugin_edit_only_if_change_is_allowed(run, tmp_path):
+def test_run_resumes_after_plugin_edit_only_if_change_is_allowed(run, source_tokenizer):
     with pytest.raises(
         ConfigError, match=r"was made with other plugin code \(plugins: own@\w+ in the run, o"
     ):
         begun(run, "plugins=[own]").check()
     allowed = begun(run, "plugins=[own]", "run.allow_changes=[plugins]")
     allowed.check()
-    allowed.begin(tmp_path / "source.model", 3)
+    allowed.begin(source_tokenizer, 3)
     (line,) = read_changes(run)
     assert line["changes"].keys() == {"plugins"}
 

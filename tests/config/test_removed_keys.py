@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 from omegaconf import OmegaConf
+from runs.json_files import write_json
 
 from diffllm.cli import main
 from diffllm.compare.sweep.plan import plan_sweep, split_overrides
@@ -21,9 +22,8 @@ OLD = {"prepare.old": 1, "data.old": None, "model.old": "a", "old": {"inner": 2}
 
 
 @pytest.fixture(autouse=True)
-def workplace(tmp_path, monkeypatch):
+def registered_removed_keys(workplace, monkeypatch):
     """Register removed keys for the tests, and reset the added YAML directories."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("diffllm.config.plugins._DIRECTORIES", [])
     for key, default in OLD.items():
         monkeypatch.setitem(REMOVED_KEYS, key, Removed(default, "use something else"))
@@ -66,9 +66,8 @@ def test_saved_config_with_former_value_of_checkpointing_loads(before, now):
         (["study", "run", "a.yaml", "out=b", "probe=false"], "probe= was removed; name finished"),
     ],
 )
-def test_error_for_removed_argument_mentions_replacement(words, said, capsys):
-    assert main(words) == 2
-    assert capsys.readouterr().err.startswith(f"error: {said}")
+def test_error_for_removed_argument_mentions_replacement(words, said, error_of):
+    assert error_of(*words).startswith(f"error: {said}")
 
 
 def test_error_for_removed_key_mentions_experiment_that_sets_the_key():
@@ -81,9 +80,7 @@ def test_error_for_removed_key_mentions_experiment_that_sets_the_key():
 
 
 def test_removed_key_in_data_recipe_or_sweep_raises_config_error():
-    Path("r.yaml").write_text(
-        json.dumps({"source": "files", "paths": ["a.txt"], "old": True}), encoding="utf-8"
-    )
+    write_json(Path("r.yaml"), {"source": "files", "paths": ["a.txt"], "old": True})
     with pytest.raises(ConfigError, match=r"^data\.old was removed; use something else$"):
         load_config(["data=r.yaml"])
     swept = split_overrides(["model=tiny", "run.sweep=mine", "prepare.old=1,2"])[0]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from runs.json_files import read_json, write_json
 
 from diffllm.cli import main
 from diffllm.compare.study.file import load_study
@@ -33,22 +34,19 @@ PLUGIN = "plugin_that_no_file_imports"
 
 
 @pytest.fixture(autouse=True)
-def workplace(tmp_path, monkeypatch):
+def secret_and_plugin(workplace, monkeypatch):
     """Set a secret in the environment, add a plugin to the path, reset added YAML directories."""
-    monkeypatch.chdir(tmp_path)
     for name in ("HF_TOKEN", "MY_VARIABLE"):
         monkeypatch.setenv(name, SECRET)
-    (tmp_path / f"{PLUGIN}.py").write_text("", encoding="utf-8")
-    monkeypatch.syspath_prepend(str(tmp_path))
+    (workplace / f"{PLUGIN}.py").write_text("", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(workplace))
     monkeypatch.setattr("diffllm.config.plugins._DIRECTORIES", [])
-    return tmp_path
+    return workplace
 
 
 def of_recipe(key: str, value: object) -> None:
     """Load a recipe with a given value of one data key."""
-    Path("r.yaml").write_text(
-        json.dumps({"source": "files", "paths": ["x.txt"], key: value}), encoding="utf-8"
-    )
+    write_json(Path("r.yaml"), {"source": "files", "paths": ["x.txt"], key: value})
     load_config(["data=r.yaml", "model=tiny"])
 
 
@@ -93,9 +91,9 @@ def of_sweep(word: str) -> None:
     own = split_overrides(["model=tiny", "run.sweep=s", "seed=0,1"])[0]
     plan_sweep(own, 1)[0].lock.release()
     file = Path("outputs/s/sweep.json")
-    record = json.loads(file.read_text(encoding="utf-8"))
+    record = read_json(file)
     record["runs"]["forged"] = [word]
-    file.write_text(json.dumps(record), encoding="utf-8")
+    write_json(file, record)
     Path("outputs/s/forged").mkdir()
     Path("outputs/s/forged/config.yaml").write_text("", encoding="utf-8")
     plan_sweep(own, 1)

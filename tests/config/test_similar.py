@@ -1,9 +1,7 @@
 """Fast reading of many similar configs."""
 
-from pathlib import Path
-
 import pytest
-from runs.written import config_yaml
+from runs.written import config_yaml, edit_text
 
 from diffllm.config import similar
 from diffllm.config.saved import load_run_config
@@ -23,12 +21,6 @@ def runs(tmp_path):
         own = own.replace("seed: 0", f"seed: {ord(name)}")
         (tmp_path / name / "config.yaml").write_text(own, encoding="utf-8")
     return tmp_path
-
-
-def edit(run: Path, old: str, new: str):
-    text = (run / "config.yaml").read_text(encoding="utf-8")
-    assert text.count(old)
-    (run / "config.yaml").write_text(text.replace(old, new), encoding="utf-8")
 
 
 def test_run_configs_are_parsed_once_if_only_seeds_differ(runs, monkeypatch):
@@ -57,7 +49,7 @@ def test_run_configs_are_parsed_once_if_only_seeds_differ(runs, monkeypatch):
     ],
 )
 def test_similar_configs_matches_load_run_config_if_a_config_is_edited(runs, old, new):
-    edit(runs / "b", old, new)
+    edit_text(runs / "b" / "config.yaml", old, new)
     configs = SimilarConfigs()
     configs.load(runs / "a")
     outcomes = []

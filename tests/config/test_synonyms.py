@@ -5,7 +5,6 @@ import re
 import pytest
 from runs.written import study_file
 
-from diffllm.cli import main
 from diffllm.config import load_config
 from diffllm.config.compose import compose_config
 from diffllm.config.overrides import CONFIG_GROUPS, known_keys
@@ -56,13 +55,12 @@ def test_override_with_name_of_other_framework_suggests_key(word: str, key: str)
     assert str(caught.value).startswith(f"unknown key {name}; did you mean {key}")
 
 
-def test_synonym_in_any_input_gives_single_line_with_key(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_synonym_in_any_input_gives_single_line_with_key(workplace, monkeypatch, error_of) -> None:
     monkeypatch.setattr("diffllm.config.plugins._DIRECTORIES", [])
-    (tmp_path / "experiment").mkdir()
-    yaml = tmp_path / "experiment" / "mine.yaml"
+    (workplace / "experiment").mkdir()
+    yaml = workplace / "experiment" / "mine.yaml"
     yaml.write_text("# @package _global_\noptim: {learning_rate: 0.1}\n", encoding="utf-8")
-    study_file(tmp_path / "study.yaml", RULE, base="[model=tiny, optim.learning_rate=0.1]")
+    study_file(workplace / "study.yaml", RULE, base="[model=tiny, optim.learning_rate=0.1]")
     commands = [
         ["train", "-m", "optim.learning_rate=0.1,0.2"],
         ["train", "--config-dir", ".", "experiment=mine"],
@@ -72,6 +70,4 @@ def test_synonym_in_any_input_gives_single_line_with_key(tmp_path, monkeypatch, 
         ["study", "run", "study.yaml", "out=out", "--dry-run"],
     ]
     for command in commands:
-        assert main(command) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.endswith("; did you mean optim.lr?"), command
+        assert error_of(*command).endswith("; did you mean optim.lr?"), command

@@ -1,12 +1,12 @@
 """Conversion of plain values to dataclasses with type checks."""
 
-import json
 import math
 from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from runs.json_files import write_json
 
 from diffllm.core.typed import made, read_typed
 
@@ -76,6 +76,6 @@ def test_made_returns_valid_dataclass_or_raises_value_error(content):
 
 def test_read_typed_raises_error_with_key_if_value_has_wrong_type(tmp_path):
     file = tmp_path / "record.json"
-    file.write_text(json.dumps({**GOOD, "loss": "x"}), encoding="utf-8")
+    write_json(file, {**GOOD, "loss": "x"})
     with pytest.raises(ValueError, match=r"^is damaged: loss='x' must be a number$"):
         read_typed(file, Outer)

@@ -220,12 +220,11 @@ def test_unchanged_corpus_file_is_not_hashed_again(
 
 
 def test_hub_dataset_name_that_is_a_local_path_is_refused(
-    tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+    workplace: Path, make_config: MakeConfig
 ) -> None:
     """The datasets library would read the directory, and run a script of the same name."""
-    (tmp_path / "corpus").mkdir()
-    monkeypatch.chdir(tmp_path)
-    for name in ("corpus", "./corpus", str(tmp_path / "corpus"), "~/nowhere", "a/b/c"):
+    (workplace / "corpus").mkdir()
+    for name in ("corpus", "./corpus", str(workplace / "corpus"), "~/nowhere", "a/b/c"):
         with pytest.raises(DataError, match=f"data.dataset={name} must be the name of a hub"):
             opened(make_config(source="hub", dataset=name))
 

@@ -1,6 +1,5 @@
 """A damaged cache of tokens is prepared again, or refused with an error that names the file."""
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from runs.json_files import read_json, write_json
 from sample_texts import sample_documents
 
 from diffllm.core.errors import DataError
@@ -118,11 +118,11 @@ def test_damaged_partial_shard_is_rewritten_or_raises_error_with_path(
 
 
 def edited(file: Path, keys: list[Any], value: Any) -> None:
-    content = inner = json.loads(file.read_text(encoding="utf-8"))
+    content = inner = read_json(file)
     for key in keys[:-1]:
         inner = inner[key]
     inner[keys[-1]] = value
-    file.write_text(json.dumps(content), encoding="utf-8")
+    write_json(file, content)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 Small programs replace SLURM and run the jobs locally.
 """
 
-import json
 import re
 import shlex
 import subprocess
@@ -16,6 +15,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from processes import PATIENCE_S
+from runs.json_files import read_json, write_json
 from sample_texts import sample_documents
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -38,9 +38,8 @@ SLURM = {"sbatch": SBATCH, "srun": 'exec "${@:4}"', "scontrol": "echo node1"}
 
 
 @pytest.fixture
-def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def corpus_texts(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Write a tokenizer and files that share texts; return the distinct texts."""
-    monkeypatch.chdir(tmp_path)
     texts = sample_documents(200)
     documents = [*texts, *texts[:70], *texts[40:60]]
     np.random.default_rng(0).shuffle(documents)
@@ -57,7 +56,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.save("tokenizer.json")
-    Path("tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}), encoding="utf-8")
+    write_json(Path("tokenizer_config.json"), {"eos_token": "<eos>"})
     Path("bin").mkdir()
     for name, content in SLURM.items():
         Path("bin", name).write_text(f"#!/bin/bash\n{content}\n", encoding="utf-8")
@@ -90,7 +89,7 @@ def documents_in(path: Path) -> tuple[list[list[int]], list[int]]:
 
 @pytest.mark.slow
 def test_deduplicated_token_files_of_datatrove_are_usable_for_training(
-    workplace: list[str],
+    corpus_texts: list[str],
 ) -> None:
     pytest.importorskip("datatrove")
     run_deduplication()
@@ -107,7 +106,7 @@ def test_deduplicated_token_files_of_datatrove_are_usable_for_training(
         assert all(document.index(eos) == len(document) - 1 for document in documents)
         everything += documents
     texts = [tokenizer.decode(document[:-1]) for document in everything]
-    assert sorted(texts) == sorted(workplace), "each text occurs once"
+    assert sorted(texts) == sorted(corpus_texts), "each text occurs once"
 
     (command,) = re.findall(
         r"^diffllm train (data=tokens .*ds\].*)$",
@@ -120,6 +119,6 @@ def test_deduplicated_token_files_of_datatrove_are_usable_for_training(
     splits = [data.split(name) for name in ("train", "heldout")]
     tokens = np.concatenate([split.tokens(0, len(split)) for split in splits])
     assert tokens.tolist() == list(chain(*everything))
-    assert sum(split.documents for split in data.manifest.splits.values()) == len(workplace)
+    assert sum(split.documents for split in data.manifest.splits.values()) == len(corpus_texts)
     train(cfg)
-    assert json.loads(Path("outputs/first/summary.json").read_text(encoding="utf-8"))["steps"] == 2
+    assert read_json(Path("outputs/first/summary.json"))["steps"] == 2

@@ -1,12 +1,12 @@
 """Tokenizers of Hugging Face's library: exact decoding, no special tokens from text."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from runs.json_files import read_json, write_json
 
 from diffllm.core.errors import ConfigError, DataError
 from diffllm.data.preparation.prepare import prepare
@@ -53,10 +53,10 @@ def test_fast_tokenizer_decodes_its_tokens_to_the_original_text(fast: Tokenizer,
 def test_prepare_accepts_tokenizer_with_gaps_between_token_ids(
     byte_level: Path, tmp_path: Path, corpus_file: Path, make_config: Any
 ) -> None:
-    content = json.loads((byte_level / "tokenizer.json").read_text(encoding="utf-8"))
+    content = read_json(byte_level / "tokenizer.json")
     vocabulary = content["model"]["vocab"]
     content["model"]["vocab"] = {k: 3 * i if i > 1 else i for k, i in vocabulary.items()}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    write_json(tmp_path / "tokenizer.json", content)
     cfg = make_config(corpus_file, tokenizer=str(tmp_path))
     data, tokenizer = prepare(cfg), Tokenizer.from_file(tmp_path)
     assert data.manifest.vocab_size == tokenizer.vocab_size == 3 * 599 + 1
@@ -78,9 +78,7 @@ def test_tokenizer_config_json_determines_the_eos_token(
     (tmp_path / "tokenizer.json").write_text(
         (byte_level / "tokenizer.json").read_text(encoding="utf-8"), encoding="utf-8"
     )
-    (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps({"eos_token": said}), encoding="utf-8"
-    )
+    write_json(tmp_path / "tokenizer_config.json", {"eos_token": said})
     other = Tokenizer.from_file(tmp_path / "tokenizer.json")
     assert other.eos_id == 0
     assert other.pieces_hash != Tokenizer.from_file(byte_level).pieces_hash
@@ -187,9 +185,7 @@ def test_copied_tokenizer_files_load_as_the_same_tokenizer(
         (tmp_path / name).write_bytes(content)
     copied = Tokenizer.from_file(tokenizer_in(tmp_path))
     assert copied.pieces_hash == Tokenizer.from_file(byte_level).pieces_hash
-    assert json.loads((tmp_path / "tokenizer_config.json").read_text(encoding="utf-8")) == {
-        "eos_token": END
-    }
+    assert read_json(tmp_path / "tokenizer_config.json") == {"eos_token": END}
 
 
 def test_missing_tokenizer_raises_error_with_path_or_repository_name(

@@ -1,6 +1,5 @@
 """Token files of other libraries are read in place, with the tokens that were written."""
 
-import json
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from runs.json_files import read_json, write_json
 
 from diffllm.core.errors import ConfigError, DataError
 from diffllm.data.config import DataConfig
@@ -21,7 +21,7 @@ from diffllm.data.token_files import MAGIC, MEGATRON_HEADER, TokenFile, WithEnds
 
 FILES = Path(__file__).parents[1] / "data_files" / "imported"
 NAMES = ["megatron_uint16.bin", "megatron_int32.bin", "datatrove_2.ds", "datatrove_4.ds"]
-DOCUMENTS = json.loads((FILES / "documents.json").read_text(encoding="utf-8"))
+DOCUMENTS = read_json(FILES / "documents.json")
 ALL = np.concatenate(DOCUMENTS)
 EOS = 1
 
@@ -232,10 +232,8 @@ def test_token_source_ignores_obsolete_field_of_older_manifest(
     make: Make, tmp_path: Path, prepared: TokenData
 ) -> None:
     old = shutil.copytree(prepared.directory, tmp_path / "old")
-    content = json.loads((old / "manifest.json").read_text(encoding="utf-8"))
-    (old / "manifest.json").write_text(
-        json.dumps({**content, "skipped_duplicates": 7}), encoding="utf-8"
-    )
+    content = read_json(old / "manifest.json")
+    write_json(old / "manifest.json", {**content, "skipped_duplicates": 7})
     data = prepare(make(old, tokenizer=None))
     assert data.manifest == prepared.manifest
     for split in ("train", "heldout"):

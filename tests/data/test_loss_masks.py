@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from runs.json_files import read_json, write_json
 
 from diffllm.core.errors import DataError
 from diffllm.core.targets import CONTEXT_TARGET, PADDING_TARGET
@@ -39,7 +40,7 @@ def drawn(seed: int = 0) -> tuple[list[int], np.ndarray]:
 
 def write_masks(directory: Path, mask: np.ndarray, but: tuple[int, ...] = ()) -> None:
     """Write masks next to the shards of a directory, except for the shard numbers in `but`."""
-    manifest = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
+    manifest = read_json(directory / "manifest.json")
     start = 0
     for number, shard in enumerate(manifest["splits"]["train"]["shards"]):
         content = mask[start : start + shard["tokens"]].astype(np.uint8).tobytes()
@@ -48,7 +49,7 @@ def write_masks(directory: Path, mask: np.ndarray, but: tuple[int, ...] = ()) ->
             shard["mask"] = f"{Path(shard['file']).stem}.mask"
             shard["mask_sha256"] = hashlib.sha256(content).hexdigest()
             (directory / shard["mask"]).write_bytes(content)
-    (directory / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    write_json(directory / "manifest.json", manifest)
 
 
 def opened(directory: Path) -> TokenStream:
@@ -96,10 +97,10 @@ def test_token_shards_have_no_loss_mask_if_manifest_has_no_mask_keys(
 ) -> None:
     make_stream(drawn()[0])
     file = tmp_path / "stream" / "manifest.json"
-    manifest = json.loads(file.read_text(encoding="utf-8"))
+    manifest = read_json(file)
     for shard in manifest["splits"]["train"]["shards"]:
         del shard["mask"], shard["mask_sha256"]
-    file.write_text(json.dumps(manifest), encoding="utf-8")
+    write_json(file, manifest)
     assert not opened(tmp_path / "stream").masked
 
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from sample_texts import opened
 
 from diffllm.core.errors import DataError
 from diffllm.data.config import DataConfig
 from diffllm.data.text import packages
-from diffllm.data.text.corpus import Corpus, open_corpus
 from diffllm.data.text.file_index import file_facts
 from diffllm.data.text.packages import REFERENCE_PACKAGES, REFERENCE_SHA256
 
@@ -27,10 +27,6 @@ FILES = {
     "bbb/copy.py": "def core(): pass\n",
     "bbb/own.py": "own = 2\n",
 }
-
-
-def opened(cfg: DataConfig) -> Corpus:
-    return open_corpus(cfg, Path(cfg.cache_dir))
 
 
 @pytest.fixture

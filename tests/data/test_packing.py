@@ -1,7 +1,6 @@
 """Packing: places of documents, targets, and independence of block size and layout."""
 
 import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from runs.json_files import read_json, write_json
 
 from diffllm.config.compose import steps_to_train
 from diffllm.core.errors import DataError
@@ -216,7 +216,7 @@ def test_packing_accepts_token_files_of_other_libraries(tmp_path: Path, eos_id: 
     stream = FilesStream("train", [str(files / "megatron_uint16.bin")], (400, eos_id), 0, 2**62)
     stream.stop = len(stream.joined)
     sequences = packed(stream, 16, tmp_path, eos_id)
-    documents = json.loads((files / "documents.json").read_text(encoding="utf-8"))
+    documents = read_json(files / "documents.json")
     assert sequences.plan.counts.documents == len(documents)
     _, targets = sequences.read(np.arange(len(sequences)))
     assert int((targets >= 0).sum()) == len(stream)
@@ -295,9 +295,9 @@ def test_packing_plan_with_out_of_range_values_raises_error(
     content = np.fromfile(file, packing.ARRAYS[name])
     content[:] = value
     content.tofile(file)
-    said = json.loads(record.read_text(encoding="utf-8"))
+    said = read_json(record)
     said["files"][name]["sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
-    record.write_text(json.dumps(said), encoding="utf-8")
+    write_json(record, said)
     sequences.plan = PackingPlan(tmp_path / "plan")
     with pytest.raises(DataError, match=r"plan.json: unusable \(a piece .*; delete"):
         sequences.read(np.arange(2))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from processes import PATIENCE_S
+from runs.json_files import read_json
 from sample_texts import contents, documents_of, sample_documents
 
 from diffllm.cli.prepare import prepared_text
@@ -72,7 +73,7 @@ def test_manifest_matches_tokenizer_and_shard_files_on_disk(prepared: TokenData)
         for shard in split.shards:
             content = (prepared.directory / shard.file).read_bytes()
             assert hashlib.sha256(content).hexdigest() == shard.sha256
-    stored = json.loads((prepared.directory / "manifest.json").read_text(encoding="utf-8"))
+    stored = read_json(prepared.directory / "manifest.json")
     assert stored == asdict(manifest)
 
 

@@ -1,12 +1,12 @@
 """Documents with prompts: a prompt is context and never a target."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from runs.json_files import write_jsonl
 from sample_texts import sample_documents
 
 from diffllm.core.errors import DataError
@@ -26,9 +26,7 @@ PAIRS = list(zip(TEXTS[:200], TEXTS[200:], strict=True))
 def prompted(tmp_path: Path, make_config: MakeConfig) -> DataConfig:
     rows = [{"prompt": a, "completion": b} for a, b in PAIRS]
     rows[0]["prompt"] = rows[1]["prompt"] = ""
-    (tmp_path / "a.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
-    )
+    write_jsonl(tmp_path / "a.jsonl", rows)
     return make_config(
         tmp_path / "a.jsonl", text_column="completion", prompt_column="prompt",
         heldout_fraction=0.2,
@@ -103,9 +101,7 @@ def test_documents_are_distinct_if_only_prompts_differ(
     tmp_path: Path, make_config: MakeConfig, prompts: list[str]
 ) -> None:
     rows = [{"prompt": prompt, "completion": " ".join(TEXTS)} for prompt in prompts]
-    (tmp_path / "a.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
-    )
+    write_jsonl(tmp_path / "a.jsonl", rows)
     cfg = make_config(tmp_path / "a.jsonl", text_column="completion", prompt_column="prompt")
     if prompts == ["a", "b"]:
         assert {s.documents for s in prepare(cfg).manifest.splits.values()} == {1}

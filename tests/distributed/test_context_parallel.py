@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from runs.one_rank import unsharded
 from runs.ranks import run_ranks
 from test_training_ranks import BASE, END, global_batch
 from tiers import slow_but
@@ -53,7 +54,7 @@ def trained(overrides, end, ignored):
             **named_values(out.stats),
         })  # fmt: skip
         gradients |= {
-            (step, name): (x.full_tensor() if hasattr(x, "full_tensor") else x).numpy().copy()
+            (step, name): unsharded(x).numpy()
             for name, x in t.tensors().items()
             if name.endswith("exp_avg")
         }
@@ -171,8 +172,7 @@ def test_slices_that_do_not_fit_the_ranks_are_refused(words, world, said):
         cfg.check_world(world)
 
 
-def test_comparison_names_the_numbers_of_slices_that_fit_every_arm(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_comparison_names_the_numbers_of_slices_that_fit_every_arm(workplace):
     variants = "attention=standard,diff_v2,standard_1p5x_heads"
     words = [*BASE, *SHAPE, variants, "seq_len=48", "parallel.context=16", "run.sweep=own"]
     with pytest.raises(ConfigError, match=r"choose one of .*; all runs allow 1, 2, 4$"):

@@ -6,11 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from runs.one_rank import resume
+from runs.one_rank import resume, unsharded
 from runs.ranks import run_ranks
 from test_training_ranks import BASE, heldout_losses, micro_batches
 from tiers import slow_but
-from torch.distributed.tensor import DTensor
 
 from diffllm import build_model
 from diffllm.checkpoint.writer import Checkpointer
@@ -58,10 +57,6 @@ def config(overrides):
     return load_config([*BASE, *MOE, *overrides])
 
 
-def full(tensor):
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
 def trained(overrides, bias=None):
     """Train a short run; return its results as numbers and arrays.
 
@@ -72,11 +67,11 @@ def trained(overrides, bias=None):
     if bias:
         for layer in t.model.layers:
             layer.ffn.router.bias.copy_(torch.tensor(bias))
-    values = {name: full(p).numpy() for name, p in t.params.items()}
+    values = {name: unsharded(p).numpy() for name, p in t.params.items()}
     result = {"initial": values, "losses": [], "norms": [], "squares": [], "loads": []}
     gradients = []
     t.optimizer.register_step_post_hook(  # AdamW clips gradients in place.
-        lambda *_: gradients.append({n: full(p.grad).numpy() for n, p in t.params.items()})
+        lambda *_: gradients.append({n: unsharded(p.grad).numpy() for n, p in t.params.items()})
     )
     for step in range(STEPS):
         last = step == STEPS - 1
@@ -88,7 +83,7 @@ def trained(overrides, bias=None):
     result["squares"] = [{n: s.item() for n, s in step.items()} for step in result["squares"]]
     result["stats"] = {name: value.tolist() for name, value in out.stats.items()}
     result["update_norm"] = out.update_norm.item()
-    result["final"] = {name: full(p).numpy() for name, p in t.params.items()}
+    result["final"] = {name: unsharded(p).numpy() for name, p in t.params.items()}
     result["gradients"] = gradients
     result["routers"] = {name: value.tolist() for name, value in t.model.router_state().items()}
     result["held"] = {n: (tuple(local(p).shape), storage(t, p)) for n, p in t.params.items()}
@@ -255,7 +250,7 @@ def moved(overrides, source, target):
     checkpointer = Checkpointer(target, cfg.checkpoint)
     save(t, state, checkpointer)
     checkpointer.close()
-    return state.step, {name: full(value).numpy() for name, value in t.tensors().items()}
+    return state.step, {name: unsharded(value).numpy() for name, value in t.tensors().items()}
 
 
 @pytest.mark.slow

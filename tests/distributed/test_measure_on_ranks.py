@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from runs.models import random_questions
 from runs.ranks import run_ranks
 from test_training_ranks import BASE, END, Stream
 from tiers import slow_but
@@ -15,7 +16,7 @@ from diffllm.config import load_config
 from diffllm.data.heldout import heldout_documents
 from diffllm.evaluation import scoring
 from diffllm.evaluation.heldout import DocumentSums
-from diffllm.evaluation.scoring import Question, score, score_batches
+from diffllm.evaluation.scoring import score, score_batches
 from diffllm.model import Transformer
 from diffllm.training.build import build
 
@@ -124,22 +125,13 @@ def config(*overrides):
     return load_config([*BASE, "model.init_std=0.2", *overrides])
 
 
-def questions(vocab_size):
-    rng = torch.Generator().manual_seed(0)
-
-    def ids(length):
-        return torch.randint(0, vocab_size, (length,), generator=rng).tolist()
-
-    return [Question(ids(length), [ids(n) for n in lengths]) for length, lengths in SIZES]
-
-
 def answered(overrides):
     """Return the scores of a training model; all ranks take part in every batch."""
     scoring.PASS_TOKENS = 40  # Gives several batches per rank.
     cfg = config(*overrides)
     t = build(cfg, torch.device("cpu"))
     t.model.eval()
-    found = score_batches(t.model, questions(cfg.model.vocab_size), together=True)
+    found = score_batches(t.model, random_questions(SIZES, cfg.model.vocab_size), together=True)
     t.weights.reshard()
     return [[tuple(one) for one in scores] for scores in found]
 
@@ -153,7 +145,7 @@ def test_task_scores_on_every_rank_equal_scores_of_single_process(ranks, overrid
         overrides = (*overrides, "global_batch_size=3", "micro_batch_size=1")
     cfg = config(*overrides)
     model: Transformer = build_model(cfg.model).eval()
-    expected = score(model, questions(cfg.model.vocab_size))
+    expected = score(model, random_questions(SIZES, cfg.model.vocab_size))
     for found in run_ranks(answered, ranks, tmp_path, overrides):
         for own, plain in zip(found, expected, strict=True):
             assert [x for x, _ in own] == pytest.approx([x for x, _ in plain], abs=1e-5)

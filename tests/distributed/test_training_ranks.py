@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from runs.one_rank import unsharded
 from runs.ranks import run_ranks
 from tiers import slow_but
 
@@ -76,11 +77,8 @@ def train_losses(overrides, end=None, masked=False, counts=False):
         losses.append(out.nll.item())
         norms.append(out.grad_norms.total.item())
         stats = {name: value.tolist() for name, value in out.stats.items()}
-    full = {
-        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().numpy()
-        for name, p in t.params.items()
-    }
-    return losses, norms, full, stats
+    parameters = {name: unsharded(p).numpy() for name, p in t.params.items()}
+    return losses, norms, parameters, stats
 
 
 def assert_same_training(one, other, atol=1e-5):

@@ -9,7 +9,6 @@ import torch
 from runs.written import small_tokenizer, write_weights
 from tiers import slow_but
 
-from diffllm import cli as tools
 from diffllm.checkpoint.writer import write_parameters
 from diffllm.data.tokenizer import Tokenizer
 from diffllm.evaluation.load import load_model
@@ -74,16 +73,6 @@ def make_run(tmp_path):
     return make
 
 
-@pytest.fixture
-def command(capsys):
-    def call(*words):
-        code = tools.main(["attention-map", *words])
-        said = capsys.readouterr()
-        return code, said.out, said.err
-
-    return call
-
-
 def png_size(path: Path):
     head = path.read_bytes()[:24]
     assert head[:8] == b"\x89PNG\r\n\x1a\n"
@@ -94,10 +83,9 @@ def png_size(path: Path):
     "variant",
     slow_but(["diff_v1"], ["gated", "diff_v1", "diff_v2_unshared_kv"]),
 )
-def test_attention_map_command_writes_figure_and_prints_table(make_run, command, variant):
+def test_attention_map_command_writes_figure_and_prints_table(make_run, output_of, variant):
     run = make_run(variant)
-    code, out, err = command(f"run={run}", "prompt=def f(x):\n", "layer=1")
-    assert (code, err) == (0, "")
+    out = output_of("attention-map", f"run={run}", "prompt=def f(x):\n", "layer=1")
     *_, path_line = out.splitlines()
     (figure,) = run.glob("attention-map-layer01-def-f-x-*.png")
     assert path_line == f"figure: {figure}"
@@ -108,9 +96,9 @@ def test_attention_map_command_writes_figure_and_prints_table(make_run, command,
     assert [row[0] for row in rows] == [str(h) for h in range(2 if variant == "diff_v1" else 4)]
 
 
-def test_attention_map_table_equals_statistics_of_attention_maps(make_run, command):
+def test_attention_map_table_equals_statistics_of_attention_maps(make_run, output_of):
     run = make_run()
-    _, out, _ = command(f"run={run}", "prompt=return x[3]", "layer=0")
+    out = output_of("attention-map", f"run={run}", "prompt=return x[3]", "layer=0")
     ids = Tokenizer.from_file(run / "tokenizer.model").encode("return x[3]")
     layer = layer_maps(load_model(run)[0], torch.tensor([ids]), 0)
     rows = [line.split() for line in out.splitlines() if line.strip()[:1].isdigit()]
@@ -130,19 +118,18 @@ def test_attention_map_table_equals_statistics_of_attention_maps(make_run, comma
 
 
 @pytest.mark.slow
-def test_attention_map_command_writes_figure_of_single_head(make_run, command, tmp_path):
+def test_attention_map_command_writes_figure_of_single_head(make_run, output_of, tmp_path):
     run = make_run()
-    code, out, _ = command(f"run={run}", "prompt=x", "head=2")
-    assert code == 0
-    assert "head 2" in out
+    words = ("attention-map", f"run={run}", "prompt=x")
+    assert "head 2" in output_of(*words, "head=2")
     (figure,) = run.glob("attention-map-layer01-head02-x-*.png")  # The default layer is the last.
     assert png_size(figure)
-    assert command(f"run={run}", "prompt=x", "head=2", "step=0")[0] == 0
+    output_of(*words, "head=2", "step=0")
     (of_step,) = run.glob("attention-map-layer01-head02-step0-x-*.png")
     assert of_step.read_bytes() == figure.read_bytes()
     places = [tmp_path / "a.pdf", tmp_path / "b.SVG"]
     for place, start in zip(places, (b"%PDF", b"<?xml"), strict=True):
-        assert command(f"run={run}", "prompt=x", "head=0", f"out={place}")[0] == 0
+        output_of(*words, "head=0", f"out={place}")
         assert place.read_bytes().startswith(start)
 
 
@@ -159,26 +146,22 @@ def test_attention_map_command_writes_figure_of_single_head(make_run, command, t
         (["prompt=x", "out=/dev/null/a.png"], ["out=/dev/null/a.png"]),
     ],
 )
-def test_attention_map_command_prints_error_for_invalid_argument(make_run, command, words, named):
+def test_attention_map_command_prints_error_for_invalid_argument(make_run, error_of, words, named):
     run = make_run()
     before = sorted(run.rglob("*"))
-    code, out, err = command(f"run={run}", *words)
-    assert (code, out) == (2, "")
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
+    error = error_of("attention-map", f"run={run}", *words)
     for part in named:
-        assert part in err
+        assert part in error
     assert sorted(run.rglob("*")) == before
 
 
-def test_attention_map_command_fails_if_attention_is_not_finite(make_run, command):
+def test_attention_map_command_fails_if_attention_is_not_finite(make_run, error_of):
     run = make_run()
     model, _ = load_model(run)
     tensors = {name: param.detach() for name, param in model.named_parameters()}
     tensors["layers.1.attention.wq.weight"].fill_(float("nan"))
     shutil.rmtree(run / "checkpoints")
     write_parameters(run / "checkpoints", tensors, list(tensors))
-    code, _, err = command(f"run={run}", "prompt=def f(x):")
-    assert code == 2
-    assert "contain nan or infinity" in err
+    error = error_of("attention-map", f"run={run}", "prompt=def f(x):")
+    assert "contain nan or infinity" in error
     assert not list(run.glob("*.png"))

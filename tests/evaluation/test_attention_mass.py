@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from runs.models import float64_model
 from runs.written import small_tokenizer, write_weights
 
-from diffllm import build_model, load_config
 from diffllm.cli import main
 from diffllm.core.errors import ConfigError
 from diffllm.data.tasks.task import TASKS, Example, Task, task
@@ -34,16 +34,9 @@ CONTEXTS = [[5, 9, 2, 7, 7, 1, 3], [8, 4, 6, 1], [3, 3, 2, 9, 5]]
 KINDS = [[2, 1, 0, 0, 1, 1, 1], [2, 0, 1, 1], [2, 1, 1, 1, 0]]
 
 
-def float64_model(variant):
-    words = "model=tiny model.dim=24 model.n_heads=4 model.n_kv_heads=2 model.head_dim=8 seq_len=16"
-    more = "model.n_layers=3 model.ffn_dim=32 model.vocab_size=64 model.init_std=0.4"
-    cfg = load_config([*words.split(), *more.split(), f"attention={variant}"])
-    model = build_model(cfg.model).double()
-    model.reset_parameters()
+def three_layer_model(variant):
+    model = float64_model(f"attention={variant}", "model.n_layers=3")
     with torch.no_grad():
-        for param in model.parameters():
-            if param.ndim == 1:
-                param.add_(0.3 * torch.randn_like(param))
         for name, param in model.named_parameters():
             if "lambda_" in name and variant == "diff_v1":
                 param.fill_(0.2 if name.endswith("1") else 0.1)  # lambda is 0.5 to 0.9
@@ -92,7 +85,7 @@ def summed(weights, kinds):
 def test_attention_mass_matches_reference_if_batch_is_padded(
     variant,
 ):
-    model = float64_model(variant)
+    model = three_layer_model(variant)
     ids = torch.tensor([context + [0] * (7 - len(context)) for context in CONTEXTS])
     kinds = torch.tensor([own + [1] * (7 - len(own)) for own in KINDS])
     by_kind = torch.nn.functional.one_hot(kinds, 3).double()
@@ -246,14 +239,13 @@ def recall(monkeypatch):
             return next(self.examples(level, 1, str(rng.random()), count))
 
 
-def test_attention_mass_appears_in_evaluate_output_and_report(recall, tmp_path, capsys):
+def test_attention_mass_appears_in_evaluate_output_and_report(recall, tmp_path, output_of):
     for variant in ("standard_off_by_one", "diff_v2"):
         for seed in (0, 1):
             words = (f"attention={variant}", "seq_len=64", f"seed={seed}")
             run = write_weights(tmp_path / f"{variant}{seed}", small_tokenizer(), *words)
     words = ["evaluate", f"run={run}", "tasks=[attention_mass_recall]"]
-    assert main([*words, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)["attention_mass_recall"]
+    told = json.loads(output_of(*words, "--json"))["attention_mass_recall"]
     file = run / "evaluation/step-00000000/attention_mass_recall.jsonl"
     texts = [json.loads(line)["text"] for line in file.read_text(encoding="utf-8").splitlines()[1:]]
     assert texts == [i // 2 for i in range(50)] * 2
@@ -266,12 +258,10 @@ def test_attention_mass_appears_in_evaluate_output_and_report(recall, tmp_path, 
         assert score["interval"][0] <= score["value"] <= score["interval"][1]
         assert (score["examples"], score["independent"], len(score["by_layer"])) == (100, 50, 2)
     assert set(scores["target"]["by_level"]) == {"pairs 4", "pairs 6"}
-    assert main([*words, "level={pairs: 5}", "limit=16"]) == 0
-    table = capsys.readouterr().out
+    table = output_of(*words, "level={pairs: 5}", "limit=16")
     assert "attention of the last token, mean over heads and layers" in table
     assert re.search(r"attention_mass_recall +target +0\.\d+ +0\.\d+ +0\.\d+ to 0\.\d+ +16", table)
-    assert main(["evaluate", f"run={tmp_path}", *words[2:], "limit=16"]) == 0
-    compared = capsys.readouterr().out
+    compared = output_of("evaluate", f"run={tmp_path}", *words[2:], "limit=16")
     for of in ("target", "sink, no key", "map 2 filler"):
         assert re.search(rf"attention_mass_recall +{of} ", compared)
     assert main(["report", str(tmp_path)]) == 0
@@ -280,13 +270,11 @@ def test_attention_mass_appears_in_evaluate_output_and_report(recall, tmp_path, 
     assert "target, layer 1" in page
 
 
-def test_attention_mass_is_refused_if_task_is_unknown_or_has_no_evidence(tmp_path, capsys):
+def test_attention_mass_is_refused_if_task_is_unknown_or_has_no_evidence(tmp_path, error_of):
     run = write_weights(tmp_path / "run", small_tokenizer(), "seq_len=128")
     for name, said in (
         ("attention_mass_icl", "attention_mass_icl: the examples of the task icl have no evidence"),
         ("attention_mass_neddle", "did you mean attention_mass_needle?"),
     ):
-        assert main(["evaluate", f"run={run}", f"tasks=[{name}]", "limit=2"]) == 2
-        error = capsys.readouterr().err.splitlines()[-1]
-        assert error.startswith("error: ")
+        error = error_of("evaluate", f"run={run}", f"tasks=[{name}]", "limit=2")
         assert said in error

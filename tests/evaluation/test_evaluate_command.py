@@ -5,11 +5,13 @@ import json
 import re
 import shutil
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from runs.json_files import read_jsonl, write_jsonl
 from runs.written import small_tokenizer, write_weights
 
 from diffllm.cli import main
@@ -35,10 +37,9 @@ def run(tmp_path: Path, tokenizer: bytes) -> Path:
 
 
 def test_evaluate_command_prints_accuracy_as_json_or_table(
-    run: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, output_of: Callable[..., str]
 ) -> None:
-    assert main(["evaluate", f"run={run}", *FAST, "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
+    said = json.loads(output_of("evaluate", f"run={run}", *FAST, "--json"))
     assert list(said) == ["mqar", "icl"]
     for result in said.values():
         assert result["unit"] == "share of right answers"
@@ -50,23 +51,19 @@ def test_evaluate_command_prints_accuracy_as_json_or_table(
         assert sum(score["examples"] for score in result["scores"]) <= 8
     assert set(said["mqar"]["scores"][0]["by_pairs"]) == {"2", "4", "8", "16"}
     assert set(said["icl"]["scores"][0]["by_order"]) <= {"0", "1", "2", "3"}
-    assert main(["evaluate", f"run={run}", *FAST]) == 0
-    table = capsys.readouterr().out
+    table = output_of("evaluate", f"run={run}", *FAST)
     for text in ("step-00000000\n", "share of right answers", "filler 0", "shots 4"):
         assert text in table
 
 
 def test_evaluate_command_reuses_stored_result_if_settings_are_unchanged(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: Path, output_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["evaluate", f"run={run}", *FAST, "--json"]
-    assert main(words) == 0
-    first = capsys.readouterr().out
+    first = output_of(*words)
     directory = run / "evaluation" / "step-00000000"
     assert sorted(path.name for path in directory.iterdir()) == ["icl.jsonl", "mqar.jsonl"]
-    head, *lines = map(
-        json.loads, (directory / "mqar.jsonl").read_text(encoding="utf-8").splitlines()
-    )
+    head, *lines = read_jsonl(directory / "mqar.jsonl")
     assert head["key"]["evaluation"] == "mqar"
     assert head["scores"] == json.loads(first)["mqar"]["scores"]
     assert len(lines) == sum(score["examples"] for score in head["scores"])
@@ -82,14 +79,12 @@ def test_evaluate_command_reuses_stored_result_if_settings_are_unchanged(
         return made_anew(self, subject, settings)
 
     monkeypatch.setattr(Answers, "lines", made)
-    assert main(words) == 0
-    assert capsys.readouterr().out == first
+    assert output_of(*words) == first
     assert asked == []
     (directory / "icl.jsonl").write_text(
         "{", encoding="utf-8"
     )  # An incomplete file, as after a crash.
-    assert main(words) == 0
-    assert capsys.readouterr().out == first
+    assert output_of(*words) == first
     assert asked == ["icl"]
     assert main([*words, "seed=1"]) == 0
     assert asked == ["icl", "mqar", "icl"]
@@ -100,7 +95,7 @@ def test_evaluate_command_reuses_stored_result_if_settings_are_unchanged(
 
 @pytest.mark.slow
 def test_evaluate_command_compares_sweep_variants_with_baseline(
-    tmp_path: Path, tokenizer: bytes, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, tokenizer: bytes, output_of: Callable[..., str]
 ) -> None:
     sweep = tmp_path / "sweep"
     names = [f"{variant}-seed{seed}" for variant in ("diff_v2", "standard") for seed in (0, 1)]
@@ -109,11 +104,9 @@ def test_evaluate_command_compares_sweep_variants_with_baseline(
         words = ["seq_len=320", f"attention={variant}", f"seed={seed}"]
         write_weights(sweep / name, tokenizer, *words)
     words = ["evaluate", f"run={sweep}", *FAST]
-    assert main([*words, "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
+    said = json.loads(output_of(*words, "--json"))
     assert list(said) == [str(sweep / name) for name in names]
-    assert main(words) == 0
-    text = capsys.readouterr().out
+    text = output_of(*words)
     lines = text.splitlines()
     assert lines[:4] == [f"{sweep / name}, step-00000000" for name in names]
     table = [line.split() for line in lines if line.startswith(("mqar", "icl"))]
@@ -128,23 +121,24 @@ def test_evaluate_command_compares_sweep_variants_with_baseline(
     assert [row[6] for row in table[:2]] == [f"{mean:.3f}" for mean in means]
     assert table[1][8] == f"{means[1] - means[0]:+.3f}"
     assert "gap to standard" in text
-    assert main([*words[:2], "tasks=[mqar]", "limit=8", "every=true"]) == 0
-    text = capsys.readouterr().out
+    text = output_of(*words[:2], "tasks=[mqar]", "limit=8", "every=true")
     assert text.count("share of right answers\n") == 4, "the table of each checkpoint"
     assert re.search(r"^mqar  filler 0 +diff_v2 ", text, re.M)
     assert "has not finished" not in text
     for name in names[2:]:
         shutil.rmtree(sweep / name)
-    assert main(words) == 0
-    assert "gap to" not in capsys.readouterr().out
+    assert "gap to" not in output_of(*words)
 
 
 def test_evaluate_command_skips_task_that_exceeds_the_context_length(
-    tmp_path: Path, tokenizer: bytes, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    tokenizer: bytes,
+    capsys: pytest.CaptureFixture[str],
+    error_of: Callable[..., str],
 ) -> None:
     runs = tmp_path / "runs"
     short = write_weights(runs / "short", tokenizer, "seq_len=16")
-    own = write_lines(tmp_path / "own.jsonl", {"prompt": "a b", "answer": " c"})
+    own = write_jsonl(tmp_path / "own.jsonl", [{"prompt": "a b", "answer": " c"}])
     why = r"the task mqar needs \d+ tokens, but the model reads 15"
     line = f"{why}; skipped for {short}\n"
     for tasks in (f"[mqar,{own}]", f"[{own},mqar]"):
@@ -152,8 +146,8 @@ def test_evaluate_command_skips_task_that_exceeds_the_context_length(
         said = capsys.readouterr()
         assert list(json.loads(said.out)) == ["own"]
         assert re.fullmatch(line, said.err.splitlines(keepends=True)[-1])
-    assert main(["evaluate", f"run={runs}", "tasks=[mqar,needle]"]) == 2
-    assert re.fullmatch(f"error: {why}; the task needle needs .*\n", capsys.readouterr().err)
+    error = error_of("evaluate", f"run={runs}", "tasks=[mqar,needle]")
+    assert re.fullmatch(f"error: {why}; the task needle needs .*", error)
     write_weights(runs / "long", tokenizer, "seq_len=256")
     assert main(["evaluate", f"run={runs}", "tasks=[mqar]", "limit=8"]) == 0
     said = capsys.readouterr()
@@ -195,7 +189,7 @@ def test_accuracy_interval_depends_on_number_of_independent_clusters() -> None:
 
 @torch.no_grad()
 def test_evaluate_command_prints_error_for_invalid_argument(
-    run: Path, tmp_path: Path, tokenizer: bytes, capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, tokenizer: bytes, error_of: Callable[..., str]
 ) -> None:
     short = write_weights(tmp_path / "short", tokenizer, "seq_len=16")
     (tmp_path / "empty").mkdir()
@@ -208,10 +202,7 @@ def test_evaluate_command_prints_error_for_invalid_argument(
         ([f"run={short}", "tasks=[mqar]"], "the task mqar needs"),
         ([f"run={run}", "tasks=[phonebook]"], "tasks: phonebook was removed; use needle, mqar"),
     ):
-        capsys.readouterr()
-        assert main(["evaluate", *words]) == 2, words
-        error = capsys.readouterr().err.splitlines()[-1]
-        assert error.startswith("error: ")
+        error = error_of("evaluate", *words)
         assert said in error
 
 
@@ -231,77 +222,61 @@ class Copied(Task):
 
 
 def test_evaluate_command_runs_task_from_plugin_file(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: Path, tmp_path: Path, output_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "copied_task.py").write_text(OWN, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(TASKS, "copied", TASKS["mqar"])  # monkeypatch removes the task at the end.
     monkeypatch.delitem(TASKS, "copied")
     words = ["evaluate", f"run={run}", "plugins=[copied_task]", "tasks=[copied]", "limit=6"]
-    assert main([*words, "--json"]) == 0
-    (score,) = json.loads(capsys.readouterr().out)["copied"]["scores"]
+    (score,) = json.loads(output_of(*words, "--json"))["copied"]["scores"]
     assert (score["level"], score["examples"]) == ({"letters": 3}, 6)
     assert score["chance"] == pytest.approx(1 / 3)
 
 
-def write_lines(path: Path, *lines: Any) -> Path:
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
-    return path
-
-
 def test_evaluate_command_runs_task_from_examples_file(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, output_of: Callable[..., str]
 ) -> None:
-    own = write_lines(
-        tmp_path / "own.ndjson",
-        *({"prompt": f"a b{i}", "answer": " c", "candidates": [" c", " d"]} for i in range(60)),
-        {"prompt": "a b", "answer": " c", "level": {"kind": "open"}},
-        {"prompt": "a b " * 200, "answer": " c", "candidates": [" c", " d"]},  # too long
-    )
+    choice = {"answer": " c", "candidates": [" c", " d"]}
+    lines = [{"prompt": f"a b{i}", **choice} for i in range(60)]
+    lines.append({"prompt": "a b", "answer": " c", "level": {"kind": "open"}})
+    lines.append({"prompt": "a b " * 200, **choice})  # too long
+    own = write_jsonl(tmp_path / "own.ndjson", lines)
     words = ["evaluate", f"run={run}", f"tasks=[{own}]", "--json"]
-    assert main(words) == 0
-    first, second = json.loads(capsys.readouterr().out)["own"]["scores"]
+    first, second = json.loads(output_of(*words))["own"]["scores"]
     assert (first["of"], first["examples"], first["chance"]) == ("", 60, 0.5)
     assert (second["of"], second["examples"], second["chance"]) == ("kind open", 1, 0)
     assert second["value"] == second["generated"]
-    assert main([*words, "limit=10"]) == 0
-    assert json.loads(capsys.readouterr().out)["own"]["scores"][0]["examples"] == 5
+    assert json.loads(output_of(*words, "limit=10"))["own"]["scores"][0]["examples"] == 5
 
 
 def test_evaluate_command_refuses_two_examples_files_of_one_name(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, output_of: Callable[..., str], error_of: Callable[..., str]
 ) -> None:
     example = {"prompt": "a", "answer": " b", "candidates": [" b", " c"]}
     for folder in ("arc", "piqa"):
         (tmp_path / folder).mkdir()
-    arc = write_lines(tmp_path / "arc" / "test.jsonl", example)
-    piqa = write_lines(tmp_path / "piqa" / "test.jsonl", example, example)
+    arc = write_jsonl(tmp_path / "arc" / "test.jsonl", [example])
+    piqa = write_jsonl(tmp_path / "piqa" / "test.jsonl", [example, example])
     words = ["evaluate", f"run={run}", "--json"]
-
-    def refused(*more: str) -> str:
-        capsys.readouterr()
-        assert main([*words, *more]) == 2
-        return capsys.readouterr().err.splitlines()[-1]
-
-    error = refused(f"tasks=[{arc},{piqa}]")
+    error = error_of(*words, f"tasks=[{arc},{piqa}]")
     assert error.startswith(f"error: tasks: {arc} and {piqa} have the same name test,")
     assert not (run / "evaluation").exists()
     link = tmp_path / "piqa.jsonl"
     link.symlink_to(piqa)
     again = arc.parent / ".." / "arc" / "test.jsonl"
-    assert main([*words, f"tasks=[{arc},{again},{link}]"]) == 0
-    results = json.loads(capsys.readouterr().out)
+    results = json.loads(output_of(*words, f"tasks=[{arc},{again},{link}]"))
     counts = {name: result["scores"][0]["examples"] for name, result in results.items()}
     assert counts == {"test": 1, "piqa": 2}
     # Stored results of one file are not overwritten by those of another.
     stored = run / "evaluation" / "step-00000000" / "test.jsonl"
     before = stored.read_bytes()
-    error = refused(f"tasks=[mqar,{piqa}]", "limit=4")
+    error = error_of(*words, f"tasks=[mqar,{piqa}]", "limit=4")
     assert error.startswith(f"error: tasks: {piqa} has the name of {arc}, whose results would be")
     assert stored.read_bytes() == before
     assert not stored.with_name("mqar.jsonl").exists()
     # An edited file replaces its results, and a copy reuses them.
-    write_lines(arc, example, example)
+    write_jsonl(arc, [example, example])
     assert main([*words, f"tasks=[{arc}]"]) == 0
     edited = stored.read_bytes()
     assert edited != before
@@ -310,14 +285,13 @@ def test_evaluate_command_refuses_two_examples_files_of_one_name(
 
 
 def test_evaluate_command_reads_examples_file_with_byte_order_mark(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, output_of: Callable[..., str]
 ) -> None:
-    own = write_lines(tmp_path / "own.jsonl", {"prompt": "a b", "answer": " c"})
+    own = write_jsonl(tmp_path / "own.jsonl", [{"prompt": "a b", "answer": " c"}])
     outputs = []
     for mark in (b"", codecs.BOM_UTF8):
         own.write_bytes(mark + own.read_bytes())
-        assert main(["evaluate", f"run={run}", f"tasks=[{own}]", "--json"]) == 0
-        outputs.append(capsys.readouterr().out)
+        outputs.append(output_of("evaluate", f"run={run}", f"tasks=[{own}]", "--json"))
     assert outputs[0] == outputs[1]
 
 
@@ -331,26 +305,23 @@ def test_evaluate_command_reads_examples_file_with_byte_order_mark(
     ],
 )
 def test_error_of_invalid_examples_file_contains_line_number(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: Any, said: str
+    run: Path, tmp_path: Path, error_of: Callable[..., str], line: Any, said: str
 ) -> None:
-    own = write_lines(tmp_path / "own.jsonl", {"prompt": "a", "answer": "b"}, line)
-    assert main(["evaluate", f"run={run}", f"tasks=[{own}]"]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
+    own = write_jsonl(tmp_path / "own.jsonl", [{"prompt": "a", "answer": "b"}, line])
+    error = error_of("evaluate", f"run={run}", f"tasks=[{own}]")
     assert error.startswith(f"error: tasks: {own}, {said}")
 
 
 def test_evaluate_command_refuses_invalid_task_and_level_arguments(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, output_of: Callable[..., str], error_of: Callable[..., str]
 ) -> None:
     words = ["evaluate", f"run={run}", "tasks=[mqar]", "--json"]
-    assert main([*words, "level={filler: 6}"]) == 0
-    (score,) = json.loads(capsys.readouterr().out)["mqar"]["scores"]
+    (score,) = json.loads(output_of(*words, "level={filler: 6}"))["mqar"]["scores"]
     assert (score["of"], score["examples"]) == ("filler 6", 50)
-    assert main([*words, "level={filler: [4, 6]}", "limit=8"]) == 0
-    scores = json.loads(capsys.readouterr().out)["mqar"]["scores"]
+    scores = json.loads(output_of(*words, "level={filler: [4, 6]}", "limit=8"))["mqar"]["scores"]
     assert [score["level"] for score in scores] == [{"filler": 4}, {"filler": 6}]
-    mqar = write_lines(tmp_path / "mqar.jsonl", {"prompt": "a", "answer": "b"})
-    mass = write_lines(tmp_path / "attention_mass_mqar.jsonl", {"prompt": "a", "answer": "b"})
+    mqar = write_jsonl(tmp_path / "mqar.jsonl", [{"prompt": "a", "answer": "b"}])
+    mass = write_jsonl(tmp_path / "attention_mass_mqar.jsonl", [{"prompt": "a", "answer": "b"}])
     gone = tmp_path / "gone.jsonl"
     for more, said in (
         (["tasks=[mqar]", "level={filler: 500}"], "the task mqar at {'filler': 500} needs"),
@@ -369,22 +340,20 @@ def test_evaluate_command_refuses_invalid_task_and_level_arguments(
         ([f"tasks=[{mqar}]"], f"tasks: {mqar} has the name of the task mqar"),
         ([f"tasks=[{mass}]"], f"tasks: {mass} has the name of the task attention_mass_mqar"),
     ):
-        assert main(["evaluate", f"run={run}", *more]) == 2, more
-        error = capsys.readouterr().err.splitlines()[-1]
+        error = error_of("evaluate", f"run={run}", *more)
         assert error.startswith(f"error: {said}"), error
 
 
 def test_evaluate_command_fails_if_tokenizer_cannot_encode_answers(
     tmp_path: Path,
     tokenizer: bytes,
-    capsys: pytest.CaptureFixture[str],
+    error_of: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = write_weights(tmp_path / "run", tokenizer, "seq_len=2048")
     decode = Tokenizer.decode
     monkeypatch.setattr(Tokenizer, "decode", lambda *of: decode(*of).replace("7", "\ufffd"))
-    assert main(["evaluate", f"run={run}", "tasks=[needle]"]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
+    error = error_of("evaluate", f"run={run}", "tasks=[needle]")
     assert error.startswith("error: the run's tokenizer cannot encode ' ")
     assert "an answer of the task needle: decoding returns" in error
     assert not (run / "evaluation").exists()

@@ -7,9 +7,9 @@ import math
 
 import pytest
 import torch
+from runs.models import float64_model
 from tiers import families, slow_but, variant_cases
 
-from diffllm import build_model, load_config
 from diffllm.config.plugins import config_directory
 from diffllm.evaluation.maps import attention_maps, layer_maps
 from diffllm.model.attention.ops import weighted
@@ -18,23 +18,6 @@ from diffllm.model.stats import entropy, negative_share
 
 VARIANTS = sorted(path.stem for path in (config_directory() / "attention").glob("*.yaml"))
 HEADS, KV_HEADS, LENGTH = 4, 2, 9
-
-
-def float64_model(variant, *overrides):
-    cfg = load_config(
-        [
-            *("model=tiny", f"attention={variant}", "seq_len=16", "model.dim=24"),
-            *(f"model.n_heads={HEADS}", f"model.n_kv_heads={KV_HEADS}", "model.head_dim=8"),
-            *("model.ffn_dim=32", "model.vocab_size=64", "model.init_std=0.4", *overrides),
-        ]
-    )
-    model = build_model(cfg.model).double()
-    model.reset_parameters()
-    with torch.no_grad():  # Avoid zeros and ones, which can hide a wrong formula.
-        for param in model.parameters():
-            if param.ndim == 1:
-                param.add_(0.3 * torch.randn_like(param))
-    return model
 
 
 def tokens(rows=2):
@@ -48,7 +31,7 @@ def variant(request):
 
 @torch.no_grad()
 def test_effective_attention_map_reproduces_attention_output(variant):
-    model = float64_model(variant)
+    model = float64_model(f"attention={variant}")
     attention, rope = model.layers[1].attention, model.rope(0, LENGTH)
     x = torch.randn(2, LENGTH, 24, dtype=torch.float64)
     shown = {}
@@ -70,7 +53,7 @@ def test_effective_attention_map_reproduces_attention_output(variant):
 
 
 def test_attention_maps_are_causal_and_have_expected_row_sums(variant):
-    layer = layer_maps(float64_model(variant), tokens(), layer=1)
+    layer = layer_maps(float64_model(f"attention={variant}"), tokens(), layer=1)
     names = ["map 1", "map 2", "difference"] if variant.startswith("diff") else ["map"]
     assert list(layer.maps) == names
     heads = {"diff_v1": HEADS // 2, "standard_1p5x": HEADS * 3 // 2, "standard_2x": 2 * HEADS}
@@ -90,7 +73,7 @@ def test_attention_maps_are_causal_and_have_expected_row_sums(variant):
 
 
 def test_each_row_of_clamped_diff_v1_map_sums_to_0_or_1():
-    model = float64_model("diff_v1_clamped")
+    model = float64_model("attention=diff_v1_clamped")
     whole = layer_maps(model, tokens(), layer=1).effective.sum(-1)
     torch.testing.assert_close(whole, torch.ones_like(whole), rtol=0, atol=1e-12)
     with torch.no_grad():
@@ -105,7 +88,7 @@ def test_each_row_of_clamped_diff_v1_map_sums_to_0_or_1():
 @torch.no_grad()
 def test_difference_map_matches_definition_of_differential_attention():
     for variant in ("diff_v1", "diff_v2", "diff_v2_no_sigmoid", "diff_v2_lambda_fixed"):
-        layer = layer_maps(float64_model(variant), tokens(), layer=0)
+        layer = layer_maps(float64_model(f"attention={variant}"), tokens(), layer=0)
         lam = layer.by_query["lambda"].unsqueeze(-1)
         expected = layer.maps["map 1"] - lam * layer.maps["map 2"]
         torch.testing.assert_close(layer.maps["difference"], expected, rtol=0, atol=1e-12)
@@ -114,7 +97,7 @@ def test_difference_map_matches_definition_of_differential_attention():
 @torch.no_grad()
 @pytest.mark.parametrize(("variant", "index"), variant_cases(VARIANTS, [1, 0, 2]))
 def test_layer_maps_function_matches_maps_of_recorded_layer_input(variant, index):
-    model, ids, read = float64_model(variant, "model.n_layers=3"), tokens(), []
+    model, ids, read = float64_model(f"attention={variant}", "model.n_layers=3"), tokens(), []
     hook = model.layers[index].attention.register_forward_pre_hook(
         lambda module, args: read.append(args[0])
     )
@@ -133,7 +116,7 @@ def test_layer_maps_function_matches_maps_of_recorded_layer_input(variant, index
 def test_attention_maps_return_lambda_or_gate_or_sink_value_of_each_query(variant):
     if not variant.startswith(("standard", "gated", "diff")):
         pytest.skip("this family has no lambda, gate or sink that the test knows")
-    model = float64_model(variant)
+    model = float64_model(f"attention={variant}")
     attention, rope = model.layers[0].attention, model.rope(0, LENGTH)
     x = torch.randn(2, LENGTH, 24, dtype=torch.float64)
     layer = attention_maps(attention, x, rope)

@@ -2,14 +2,15 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from runs.json_files import read_json, read_jsonl, write_json
 from runs.written import data_words, made
 
 from diffllm.checkpoint.writer import write_parameters
-from diffllm.cli import main
 from diffllm.evaluation.load import load_model
 from diffllm.evaluation.suite import EVALUATIONS
 
@@ -29,52 +30,38 @@ def copied(run: Path, to: Path) -> Path:
     return to
 
 
-def error_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """Return the single error line of a failing command."""
-    capsys.readouterr()
-    assert main(list(words)) == 2
-    (line,) = (x for x in capsys.readouterr().err.splitlines() if x.startswith("error:"))
-    return line
-
-
 def test_repeated_evaluate_command_prints_stored_results(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    run: Path, output_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     run = copied(run, tmp_path / "run")
     words = ["evaluate", f"run={run}", "suite=checkpoint", "limit=9", "--json"]
-    assert main(words) == 0
-    first = capsys.readouterr().out
+    first = output_of(*words)
     said = json.loads(first)
     assert list(said) == NAMES
     directory = run / "evaluation" / "step-00000000"
     for name, number in {"position": 9, "outliers": 2, "quantise": 16 * 9}.items():
-        head, *lines = map(
-            json.loads, (directory / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
-        )
+        head, *lines = read_jsonl(directory / f"{name}.jsonl")
         assert head["key"]["evaluation"] == name
         assert head["scores"] == said[name]["scores"]
         assert len(head["scores"]) > 10
         assert len(lines) == number
     for name in NAMES:
         monkeypatch.setattr(type(EVALUATIONS[name]), "lines", lambda *_: pytest.fail("made again"))
-    assert main(words) == 0
-    assert capsys.readouterr().out == first
-    assert main(["evaluate", f"run={run}", "tasks=[position,outliers]", "limit=9"]) == 0
-    table = capsys.readouterr().out
+    assert output_of(*words) == first
+    table = output_of("evaluate", f"run={run}", "tasks=[position,outliers]", "limit=9")
     expected = ("nats per token", "position 4-7", "distance none", "span repeated", "hidden top_1")
     for text in expected:
         assert text in table
 
 
 def test_outliers_evaluation_matches_outliers_command(
-    run: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, output_of: Callable[..., str]
 ) -> None:
-    assert main(["outliers", f"run={run}", f"tokens={5 * 64}", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert main(["evaluate", f"run={run}", "tasks=[outliers]", "limit=5", "--json"]) == 0
-    scores = {s["of"]: s for s in json.loads(capsys.readouterr().out)["outliers"]["scores"]}
+    told = json.loads(output_of("outliers", f"run={run}", f"tokens={5 * 64}", "--json"))
+    output = output_of("evaluate", f"run={run}", "tasks=[outliers]", "limit=5", "--json")
+    scores = {s["of"]: s for s in json.loads(output)["outliers"]["scores"]}
     kept = run / "evaluation" / "step-00000000" / "outliers.jsonl"
-    _, *lines = map(json.loads, kept.read_text(encoding="utf-8").splitlines())
+    _, *lines = read_jsonl(kept)
     about = {"sequences": told["sequences"], "tokens": told["tokens"]}
     assert lines == [layer | about for layer in told["layers"]]
     assert about == {"sequences": 5, "tokens": 320}
@@ -95,29 +82,30 @@ def test_outliers_evaluation_matches_outliers_command(
 
 
 def test_evaluate_command_requires_original_corpus_for_new_results(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path,
+    tmp_path: Path,
+    output_of: Callable[..., str],
+    error_of: Callable[..., str],
 ) -> None:
     words = data_words(tmp_path)
     made(tmp_path / "run", *words, "seq_len=64")
     own = f"run={tmp_path / 'run'}"
-    assert main(["evaluate", own, "tasks=[outliers]", "limit=2", "--json"]) == 0
-    first = capsys.readouterr().out
+    first = output_of("evaluate", own, "tasks=[outliers]", "limit=2", "--json")
     shutil.rmtree(tmp_path / "cache")
     (tmp_path / "corpus.jsonl").unlink()
-    assert main(["evaluate", own, "tasks=[outliers]", "limit=2", "--json"]) == 0
-    assert capsys.readouterr().out == first
+    assert output_of("evaluate", own, "tasks=[outliers]", "limit=2", "--json") == first
     for name in NAMES:
-        assert "corpus.jsonl" in error_of(capsys, "evaluate", own, f"tasks=[{name}]", "limit=1")
+        assert "corpus.jsonl" in error_of("evaluate", own, f"tasks=[{name}]", "limit=1")
     other = copied(run, tmp_path / "other")
-    facts = json.loads((other / "run.json").read_text(encoding="utf-8"))
-    (other / "run.json").write_text(json.dumps(facts | {"corpus": "0" * 64}), encoding="utf-8")
+    facts = read_json(other / "run.json")
+    write_json(other / "run.json", facts | {"corpus": "0" * 64})
     for name in NAMES:
-        error = error_of(capsys, "evaluate", f"run={other}", f"tasks=[{name}]")
+        error = error_of("evaluate", f"run={other}", f"tasks=[{name}]")
         assert "has changed since training" in error
 
 
 def test_evaluation_of_diverged_model_prints_single_error_line(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, error_of: Callable[..., str]
 ) -> None:
     own = copied(run, tmp_path / "run")
     model, _ = load_model(own)
@@ -126,7 +114,7 @@ def test_evaluation_of_diverged_model_prints_single_error_line(
     shutil.rmtree(own / "checkpoints")
     write_parameters(own / "checkpoints", tensors, list(tensors))
     for name in NAMES:
-        error = error_of(capsys, "evaluate", f"run={own}", f"tasks=[{name}]", "limit=2")
+        error = error_of("evaluate", f"run={own}", f"tasks=[{name}]", "limit=2")
         assert "step-00000000: the " in error
         assert "not finite" in error
         assert not (own / "evaluation" / "step-00000000" / f"{name}.jsonl").exists()

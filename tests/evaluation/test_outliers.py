@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 import torch
+from runs.models import tiny_model
 from scipy import stats
 from tiers import slow_but
 
-from diffllm import build_model, load_config
 from diffllm.core.errors import CheckpointError
 from diffllm.evaluation import outliers
 from diffllm.evaluation.load import HeldoutSequence
@@ -17,11 +17,6 @@ from diffllm.model.attention.masks import Documents
 
 T, EOS = 24, 3
 VARIANTS = ["standard", "gated", "diff_v1", "diff_v2", "diff_v2_unshared_kv", "standard_sink"]
-
-
-def tiny(variant):
-    words = ("model=tiny", "model.init_std=0.2", "model.vocab_size=64", "data.vocab_size=64")
-    return build_model(load_config([*words, f"attention={variant}", f"seq_len={T}"]).model)
 
 
 def sizes(values):
@@ -130,7 +125,7 @@ def explicit(model, tokens, documents):
 @pytest.mark.parametrize("variant", slow_but(["standard", "diff_v2"], VARIANTS))
 def test_outlier_statistics_of_layers_match_float64_reference(variant, masked, monkeypatch):
     monkeypatch.setattr(outliers, "WEIGHTS_AT_ONCE", 1000)  # Split queries into several pieces.
-    model = tiny(variant)
+    model = tiny_model(f"attention={variant}", f"seq_len={T}")
     tokens = torch.randint(4, 64, (3, T))
     tokens[:, [7, 15]] = EOS
     documents = Documents.of(tokens, EOS) if masked else None
@@ -157,7 +152,7 @@ def test_outlier_statistics_of_layers_match_float64_reference(variant, masked, m
 
 @torch.no_grad()
 def test_outlier_statistics_contain_channel_of_largest_activation():
-    model, tokens = tiny("diff_v2"), torch.randint(4, 64, (2, T))
+    model, tokens = tiny_model("attention=diff_v2", f"seq_len={T}"), torch.randint(4, 64, (2, T))
     before = measure_outliers(model, [HeldoutSequence(tokens, tokens, None)])
     model.tok_embeddings.weight[:, 17] = -300.0  # Blocks only add to this channel.
     after = measure_outliers(model, [HeldoutSequence(tokens, tokens, None)])
@@ -171,7 +166,7 @@ def test_outlier_statistics_contain_channel_of_largest_activation():
 
 
 def test_measure_outliers_raises_error_if_layer_output_is_not_finite():
-    model = tiny("standard")
+    model = tiny_model("attention=standard", f"seq_len={T}")
     tokens = torch.randint(4, 64, (1, T))
     with torch.no_grad():
         model.layers[1].ffn.w2.weight[0, 0] = math.nan

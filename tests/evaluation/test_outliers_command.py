@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from runs.command import call, prepared_corpus, start
+from runs.json_files import read_json, write_json
 
 from diffllm import cli as tools
 from diffllm import load_model
@@ -77,8 +78,8 @@ def test_outliers_command_prints_single_error_line_for_invalid_arguments(
 
 def test_outliers_command_refuses_changed_corpus_or_missing_checkpoint(trained, outliers, tmp_path):
     other = shutil.copytree(trained, tmp_path / "other")
-    facts = json.loads((other / "run.json").read_text(encoding="utf-8"))
-    (other / "run.json").write_text(json.dumps(facts | {"corpus": "0" * 64}), encoding="utf-8")
+    facts = read_json(other / "run.json")
+    write_json(other / "run.json", facts | {"corpus": "0" * 64})
     done = outliers(f"run={other}")
     assert (done.code, done.out) == (2, "")
     assert "the corpus has changed since training" in done.err

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from runs.models import random_questions, tiny_model
 
-from diffllm import build_model, load_config
 from diffllm.data.tasks.task import Example
 from diffllm.evaluation import scoring
 from diffllm.evaluation.scoring import Question, score, spelt_question
@@ -15,20 +15,12 @@ from diffllm.model.generate import generate
 VARIANTS = ("standard", "gated", "diff_v1", "diff_v2")
 
 
-def model_of(variant: str) -> Transformer:
-    words = ["model=tiny", "model.vocab_size=64", "seq_len=96", "model.init_std=0.1"]
-    return build_model(load_config([*words, f"attention={variant}"]).model).eval()
+SIZES = [(3, (1, 1)), (40, (2, 5, 1)), (7, (3, 3)), (80, (4, 9, 4, 4)), (1, (2,)), (80, (1, 1))]
+"""Length of each context, and lengths of its continuations."""
 
 
-def questions() -> list[Question]:
-    """Return contexts of many lengths, with continuations of one token and of several tokens."""
-    rng = torch.Generator().manual_seed(0)
-
-    def ids(length: int) -> list[int]:
-        return torch.randint(0, 64, (length,), generator=rng).tolist()
-
-    sizes = [(3, (1, 1)), (40, (2, 5, 1)), (7, (3, 3)), (80, (4, 9, 4, 4)), (1, (2,)), (80, (1, 1))]
-    return [Question(ids(length), [ids(n) for n in lengths]) for length, lengths in sizes]
+def scored_model(variant: str) -> Transformer:
+    return tiny_model(f"attention={variant}", "seq_len=96", "model.init_std=0.1").eval()
 
 
 @torch.no_grad()
@@ -63,8 +55,8 @@ def test_batched_answer_scores_match_scores_of_single_sequences(
     monkeypatch.setattr(scoring, "CACHED_FROM", cached_from)
     monkeypatch.setattr(scoring, "PASS_TOKENS", tokens)
     monkeypatch.setattr(scoring, "CACHE_POSITIONS", cache)
-    model = model_of(variant)
-    asked = [with_generated(model, question) for question in questions()]
+    model = scored_model(variant)
+    asked = [with_generated(model, question) for question in random_questions(SIZES)]
     told: list[int] = []
     found = score(model, asked, told.append)
     greedy = 0
@@ -113,7 +105,8 @@ def test_scoring_computes_common_prefix_of_questions_only_once(
     """One context is a prefix of the next context, and two texts are scored one after the other."""
     monkeypatch.setattr(scoring, "CACHED_FROM", 1)
     monkeypatch.setattr(scoring, "CACHE_POSITIONS", cache)
-    model, (other, *_) = model_of(variant), [q for q in questions() if len(q.context) == 80]
+    model = scored_model(variant)
+    other, *_ = [q for q in random_questions(SIZES) if len(q.context) == 80]
     first, second = other.context[:60], [*other.context[:20], *other.context[:50]]
     asked = [
         Question(text + rest, continuations)

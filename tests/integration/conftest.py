@@ -12,19 +12,19 @@ from runs.command import (
     prepared_corpus,
     train,
     unfinish,
-    write_jsonl,
+    write_texts,
 )
 from wandb_server import WandbServer
 
 
 @pytest.fixture(scope="session")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shared_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("integration")
 
 
 @pytest.fixture(scope="session")
-def cache_dir(workplace: Path) -> Path:
-    return workplace / "cache"
+def cache_dir(shared_directory: Path) -> Path:
+    return shared_directory / "cache"
 
 
 @pytest.fixture(scope="session")
@@ -40,9 +40,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def code_corpus(workplace: Path) -> Path:
+def code_corpus(shared_directory: Path) -> Path:
     """Return the corpus of `tiny`."""
-    return write_jsonl(workplace / "corpus.jsonl", documents(300))
+    return write_texts(shared_directory / "corpus.jsonl", documents(300))
 
 
 @pytest.fixture(scope="session")
@@ -71,13 +71,13 @@ def tiny(code_corpus: Path) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def finished_run(workplace: Path, environment: dict[str, str], tiny: list[str]) -> Path:
+def finished_run(shared_directory: Path, environment: dict[str, str], tiny: list[str]) -> Path:
     """Return the read-only directory of a finished run with standard attention."""
     words = [*tiny, "attention=standard", "run.name=finished", "run.report=true"]
-    result = train(words, workplace, environment)
+    result = train(words, shared_directory, environment)
     assert result.code == 0, result.err
     assert "outputs/finished/report.html" in result.out
-    return workplace / "outputs" / "finished"
+    return shared_directory / "outputs" / "finished"
 
 
 @pytest.fixture
@@ -96,18 +96,19 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbServer]:
+def server(
+    wandb_server: WandbServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> WandbServer:
     """Return a stand-in for wandb's server, to which runs of the test log."""
-    server = WandbServer()
     home = tmp_path / "home"
     home.mkdir()
     variables = {
-        "WANDB_BASE_URL": server.address, "WANDB_API_KEY": "0123456789" * 4, "HOME": str(home),
+        "WANDB_BASE_URL": wandb_server.address,
+        "WANDB_API_KEY": "0123456789" * 4, "HOME": str(home),
         "WANDB_ERROR_REPORTING": "false", "OMP_NUM_THREADS": "1",
         # In seconds; the default delays the test of uploaded lines.
         "WANDB_X_FILE_STREAM_TRANSMIT_INTERVAL": "1",
     }  # fmt: skip
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    yield server
-    server.close()
+    return wandb_server

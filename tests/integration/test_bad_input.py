@@ -20,7 +20,7 @@ from runs.command import (
     snapshot,
     tool_command,
     train_command,
-    write_jsonl,
+    write_texts,
 )
 from tiers import slow_but
 
@@ -169,7 +169,7 @@ def test_train_refuses_incompatible_world_size_before_process_group_starts(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_train_refuses_gpu_attention_backend_on_cpu(workspace):
-    other = write_jsonl(workspace.path / "other.jsonl", documents(20, seed=2))
+    other = write_texts(workspace.path / "other.jsonl", documents(20, seed=2))
     workspace.rejects(
         [f"data.paths=[{other}]", f"{BACKEND}=flash"],
         f"error: {BACKEND}=flash needs a GPU; on device cpu, choose sdpa or reference",
@@ -196,7 +196,7 @@ def test_train_refuses_unusable_corpus(workspace, name, content, named):
 
 
 def test_train_refuses_corpus_shorter_than_a_sequence(workspace, finished_run):
-    short = write_jsonl(workspace.path / "short.jsonl", ["a b", "c d", "e f"])
+    short = write_texts(workspace.path / "short.jsonl", ["a b", "c d", "e f"])
     words = [f"data.paths=[{short}]", f"data.tokenizer={finished_run / 'tokenizer.model'}"]
     workspace.rejected(
         lambda: workspace.train(*workspace.tiny, *words),
@@ -208,7 +208,7 @@ def test_train_refuses_corpus_shorter_than_a_sequence(workspace, finished_run):
 def test_train_refuses_unsuitable_tokenizer_before_data_preparation(
     workspace, code_corpus, finished_run
 ):
-    other = write_jsonl(workspace.path / "other.jsonl", documents(20, seed=1))
+    other = write_texts(workspace.path / "other.jsonl", documents(20, seed=1))
     words = [f"data.paths=[{other}]", f"data.tokenizer={finished_run / 'tokenizer.model'}"]
     workspace.rejects_data([*words, "model.vocab_size=300"], "512", "model.vocab_size=300")
     workspace.rejects_data([f"data.tokenizer={code_corpus}"], str(code_corpus), "sentencepiece")

@@ -1,6 +1,5 @@
 """Commands as run by a user, on a tiny corpus."""
 
-import json
 import os
 import pty
 import re
@@ -21,6 +20,7 @@ from runs.command import (
     train,
     train_command,
 )
+from runs.json_files import read_json
 from runs.planted_train import Fault
 
 from diffllm import cli as tools
@@ -31,7 +31,7 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 
 def assert_complete(run: Path) -> None:
     assert [line["step"] for line in metrics(run)][-1] == 4
-    assert json.loads((run / "summary.json").read_text(encoding="utf-8"))["steps"] == 4
+    assert read_json(run / "summary.json")["steps"] == 4
     assert (run / "config.yaml").is_file()
     assert (run / "tokenizer.model").is_file()
     saved = sorted(path.name for path in (run / "checkpoints").iterdir())
@@ -43,17 +43,19 @@ def assert_complete(run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_train_command_changes_no_file_of_finished_run(workplace, finished_run, tiny, environment):
+def test_train_command_changes_no_file_of_finished_run(
+    shared_directory, finished_run, tiny, environment
+):
     assert_complete(finished_run)
-    before = snapshot(workplace)
+    before = snapshot(shared_directory)
     words = [*tiny, "attention=standard", "run.name=finished"]
-    again = train(words, workplace, environment)
+    again = train(words, shared_directory, environment)
     assert (again.code, again.err) == (0, "")
     assert re.fullmatch(
         r"outputs/finished is finished: 4 steps, held-out loss \d\.\d{3}; to train further, .*\n",
         again.out,
     )
-    assert not changes(before, snapshot(workplace))
+    assert not changes(before, snapshot(shared_directory))
 
 
 def test_run_log_contains_output_of_every_launch_except_refused_launches(
@@ -88,16 +90,14 @@ def test_run_without_name_gets_new_directory(tmp_path, tiny, environment, finish
     assert re.fullmatch(r"tiny-gated-\d{8}-\d{6}", run.name)
     assert_complete(run)
     assert f"outputs/{run.name}" in result.out.splitlines()[0]
-    for name, choice in json.loads((run / "run.json").read_text(encoding="utf-8"))[
-        "choices"
-    ].items():
+    for name, choice in read_json(run / "run.json")["choices"].items():
         line = rf"^  {name.replace('_', ' ')} +{re.escape(str(choice['value']))} \("
         assert re.search(line, result.out, re.M), result.out
         assert f"({choice['reason']})" in result.out
     for step in (2, 4):
         line = rf"^step {step}/4  loss \d+\.\d+ \(\d\.\d\d b/B\)  grad"
         assert re.search(line, result.out, re.M), result.out
-    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    summary = read_json(run / "summary.json")
     assert re.search(rf"^held-out loss +{summary['heldout_loss']:.3f},", result.out, re.M)
     assert list(tmp_path.iterdir()) == [tmp_path / "outputs"], (
         "a file was written outside of outputs/"
@@ -105,8 +105,7 @@ def test_run_without_name_gets_new_directory(tmp_path, tiny, environment, finish
 
 
 @pytest.mark.slow
-def test_train_shows_live_progress_on_a_terminal(tmp_path, tiny, environment, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_train_shows_live_progress_on_a_terminal(workplace, tiny, environment, monkeypatch):
     for name, value in (environment | {"TERM": "xterm-256color", "COLUMNS": "160"}).items():
         monkeypatch.setenv(name, value)
     output = b""
@@ -187,7 +186,7 @@ def test_sweep_writes_one_run_directory_per_variant(swept):
     assert sorted(run.name for run in runs) == sorted(SWEPT)
     for run in runs:
         assert_complete(run)
-        summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+        summary = read_json(run / "summary.json")
         assert summary["variant"] == run.name
         loss = rf"held-out loss {summary['heldout_loss']:.4f}, \d\.\d{{3}} bits per byte"
         last = rf"^{run.relative_to(cwd)} +{loss}$"

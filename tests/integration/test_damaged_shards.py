@@ -1,6 +1,5 @@
 """Damaged token shards stop a run with one error line; checkpoints are kept."""
 
-import json
 import shutil
 
 import numpy as np
@@ -13,8 +12,9 @@ from runs.command import (
     metrics,
     snapshot,
     the_error,
-    write_jsonl,
+    write_texts,
 )
+from runs.json_files import read_json, write_json
 from runs.one_rank import flip_bit
 
 from diffllm.checkpoint.directory import list_checkpoints
@@ -37,7 +37,7 @@ WORDS = [
 def original(tmp_path_factory):
     """Return a directory of tokens with three training shards, and the overrides of a run."""
     path = tmp_path_factory.mktemp("original")
-    corpus = write_jsonl(path / "corpus.jsonl", documents(100))
+    corpus = write_texts(path / "corpus.jsonl", documents(100))
     words = [*WORDS, f"data.paths=[{corpus}]", f"data.cache_dir={path / 'cache'}"]
     data = prepare(load_config(words).data)
     shutil.rmtree(data.directory)
@@ -104,10 +104,10 @@ def truncate(directory):
 
 
 def shorten_in_manifest(directory):
-    manifest = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
+    manifest = read_json(directory / "manifest.json")
     for counted in (manifest["splits"]["train"], manifest["splits"]["train"]["shards"][1]):
         counted["tokens"] -= 1
-    (directory / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    write_json(directory / "manifest.json", manifest)
 
 
 @pytest.mark.parametrize(

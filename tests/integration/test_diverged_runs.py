@@ -1,6 +1,5 @@
 """Diverging runs: end, summary, report and sweep; and a preset with loss spikes."""
 
-import json
 import math
 from collections import defaultdict
 from pathlib import Path
@@ -16,6 +15,7 @@ from runs.command import (
     tool,
     train,
 )
+from runs.json_files import read_json, read_jsonl, strict_json
 from tiers import slow_but
 
 from diffllm.compare.arms.run import load_run
@@ -34,15 +34,6 @@ def run(shape: str, steps: int, corpus: Path, path: Path) -> str:
     return finish(corpus, path, *words, ranks=2 if shape == "2 ranks" else 1)
 
 
-def strict(file: Path) -> dict:
-    """Read a JSON file; fail for NaN and infinity, which are not valid JSON."""
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(constant)
-
-    return json.loads(file.read_text(encoding="utf-8"), parse_constant=refuse)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", slow_but(["moe"], SHAPES))
 def test_summary_marks_run_as_diverged_if_heldout_loss_is_not_finite(corpus, shape, tmp_path):
@@ -50,7 +41,7 @@ def test_summary_marks_run_as_diverged_if_heldout_loss_is_not_finite(corpus, sha
     output = run(shape, 8, corpus, path)
     assert "held-out loss not finite: the run diverged" in output
     assert "not written" not in output
-    summary = strict(path / "summary.json")
+    summary = strict_json((path / "summary.json").read_text(encoding="utf-8"))
     assert summary["diverged"] is True
     assert summary["heldout_loss"] is None
     assert (summary["state"], summary["reason"]) == ("diverged", "no finite held-out loss")
@@ -115,15 +106,12 @@ def test_training_stops_after_too_many_consecutive_skipped_updates(corpus, tmp_p
     assert "error" not in output
     assert "held-out loss not measured: the run diverged" in output
     assert "step 2: update skipped" in output
-    lines = [
-        json.loads(line)
-        for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
+    lines = read_jsonl(run / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 5, 10]
     assert [line["spikes/skipped_total"] for line in lines] == [0, 4, 9]
     assert [line["train/grad_norm"] is None for line in lines] == [False, True, True]
     assert lines[2]["train/update_norm"] == 0
-    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    summary = read_json(run / "summary.json")
     assert (summary["steps"], summary["diverged"]) == (10, True)
     assert summary["stopped"].startswith("9 updates in a row were skipped (the last at loss ")
     assert summary["heldout_loss"] is None
@@ -178,6 +166,6 @@ def test_sweep_counts_diverged_run_as_finished(tmp_path, environment, tiny):
 def test_large_lr_experiment_has_loss_and_gradient_spikes(tmp_path, environment):
     words = ["experiment=large_lr", "run.dir=run", "wandb.mode=disabled"]
     assert train(words, tmp_path, environment).code == 0
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8"))
+    summary = read_json(tmp_path / "run" / "summary.json")
     assert summary["spikes/loss_total"] >= 1
     assert summary["spikes/grad_total"] >= 1

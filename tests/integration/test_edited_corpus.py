@@ -81,7 +81,7 @@ def test_run_of_version_that_read_all_kinds_needs_cached_tokens(tmp_path: Path) 
     assert "no longer contains the tokens of this run" in the_error(
         start(docs, run, *longer).finish(2)
     )
-    prepare(load_config([*overrides_of(docs, run), f"data.paths=[{rows},{note}]"]).data)
+    prepare(load_config(overrides_of(docs, run, f"data.paths=[{rows},{note}]")).data)
     own_data(run, load_run_config(run))
     note.write_text("another note", encoding="utf-8")
     with pytest.raises(ConfigError, match=f"corpus has changed since training.*{rule}"):

@@ -17,7 +17,7 @@ from runs.command import (
     the_error,
     tool,
     trained_on,
-    write_jsonl,
+    write_texts,
 )
 from runs.planted_train import Fault
 
@@ -42,7 +42,7 @@ def spiky(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     another batch size.
     """
     run = tmp_path_factory.mktemp("events") / "run"
-    words = [*overrides_of(corpus, run), "steps=60", "log_interval=10", "checkpoint.interval=30"]
+    words = overrides_of(corpus, run, "steps=60", "log_interval=10", "checkpoint.interval=30")
     words += [f"seq_len={SEQ_LEN}", "data.num_workers=0", "model.dim=32", "model.ffn_dim=64"]
     fault, gate = Fault("scramble", 0, SPIKES[0]), Gate(run, 42)
     first = ForkedRun(words, directory=run, fault=fault)
@@ -183,7 +183,7 @@ def test_text_of_each_skipped_update_is_text_of_the_trained_samples(
     run, other = tmp_path / "run", tmp_path / "other.jsonl"
     ranks = 2 if kind == "2 ranks" else 1
     texts = {"corpus": texts_of(corpus), "other": [f"Other {i} and {i + 1}.\n" for i in range(400)]}
-    write_jsonl(other, texts["other"])
+    write_texts(other, texts["other"])
     words = ["steps=6", "optim.lr=1e20", "optim.warmup_steps=0", "data.num_workers=0"]
     if kind == "packed":
         words.append("data.packing=best_fit")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from runs.command import overrides_of, unfinish
+from runs.json_files import read_json, read_jsonl
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from wandb_file import OfflineRun
@@ -39,7 +40,7 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 def written(path: Path) -> dict[str, dict[int, float]]:
     """Return the values in metrics.jsonl by name and step."""
     found: defaultdict[str, dict[int, float]] = defaultdict(dict)
-    for line in map(json.loads, (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()):
+    for line in read_jsonl(path / "metrics.jsonl"):
         for name, value in line.items():
             if name != "step":
                 found[name][line["step"]] = value
@@ -68,7 +69,7 @@ def charts_of(path: Path) -> dict[str, dict[str, list[str]]]:
 
 def test_tensorboard_and_profile_files_have_expected_content(corpus, tmp_path, capfd):
     path = tmp_path / "run"
-    words = [*overrides_of(corpus, path), *WORDS, "data.num_workers=0"]
+    words = overrides_of(corpus, path, *WORDS, "data.num_workers=0")
     words += ["metrics.tensorboard=true", "profile.steps=[2,3]", "diagnostics.interval=3"]
     run(load_config(words))
     said = capfd.readouterr()
@@ -78,7 +79,7 @@ def test_tensorboard_and_profile_files_have_expected_content(corpus, tmp_path, c
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     assert sum(event["name"].startswith("Optimizer.step") for event in events) == 2
     assert {e["name"] for e in events if e["name"].startswith("step ")} == {"step 2", "step 3"}
-    facts = json.loads((path / "run.json").read_text(encoding="utf-8"))
+    facts = read_json(path / "run.json")
     assert facts["command"] == command_text(sys.orig_argv)
     assert set(facts["git"]) == {"commit", "dirty"}
     assert facts["environment"]["python"].startswith("3.")
@@ -121,7 +122,7 @@ def test_spike_at_unlogged_step_is_at_its_step_in_all_outputs(corpus, tmp_path, 
     monkeypatch.setattr(loop, "train_step", train_step)
     words = ["steps=60", "log_interval=10", "data.num_workers=0", "run.report=true"]
     words += ["wandb.mode=offline", "metrics.tensorboard=true"]
-    run(load_config([*overrides_of(corpus, path), *words]))
+    run(load_config(overrides_of(corpus, path, *words)))
 
     assert spike not in written(path)["train/loss"]
     rows = read_steps(path / "steps.npy")
@@ -158,7 +159,7 @@ def test_unwritable_tensorboard_event_file_causes_only_warning(tmp_path, capfd):
 
 def test_train_refuses_tensorboard_metrics_if_package_is_missing(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    cfg = load_config([*overrides_of(tmp_path, tmp_path / "run"), "metrics.tensorboard=true"])
+    cfg = load_config(overrides_of(tmp_path, tmp_path / "run", "metrics.tensorboard=true"))
     with pytest.raises(ConfigError, match=r"pip install .* '\.\[tensorboard\]'"):
         run(cfg)
     assert not (tmp_path / "run").exists()

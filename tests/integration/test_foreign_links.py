@@ -1,11 +1,11 @@
 """Links in a copied run directory: their targets are never written, printed or copied."""
 
-import json
 import os
 import shutil
 
 import pytest
 from runs.command import refusal_of, tool, train
+from runs.json_files import read_json
 from tiers import slow_but
 
 from diffllm.training.directory import FILES
@@ -38,7 +38,7 @@ def test_training_never_writes_through_link_in_run_directory(
         if name != "metrics.jsonl":
             assert (run / "metrics.jsonl").read_bytes() == before
     else:
-        assert json.loads((run / "summary.json").read_text(encoding="utf-8"))["steps"] == 4
+        assert read_json(run / "summary.json")["steps"] == 4
 
 
 @pytest.mark.parametrize("name", slow_but(["config.yaml"], ["tokenizer.model", "config.yaml"]))

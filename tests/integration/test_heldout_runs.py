@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from runs.command import ForkedRun, Gate, finish, metric_lines, overrides_of
+from runs.json_files import read_json
 
 from diffllm.config import load_config
 from diffllm.config.saved import load_run_config
@@ -40,7 +41,7 @@ def data_of(corpus: Path) -> TokenData:
 
 
 def summary_of(run: Path) -> dict:
-    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    summary = read_json(run / "summary.json")
     return {key: value for key, value in summary.items() if key not in SPEED}
 
 
@@ -52,7 +53,7 @@ def test_finished_run_has_loss_of_every_heldout_document(corpus, straight):
     assert summary["heldout_tokens"] == losses.tokens.sum() == split.tokens
     assert summary["heldout_loss"] == pytest.approx(total / split.tokens)
     assert summary["heldout_bits_per_byte"] == pytest.approx(total / split.bytes / math.log(2))
-    facts = json.loads((straight / "run.json").read_text(encoding="utf-8"))
+    facts = read_json(straight / "run.json")
     assert facts["heldout_tokens"] == facts["heldout_split_tokens"] == split.tokens
     texts = [
         json.loads(line)["text"].encode()
@@ -91,7 +92,7 @@ def assert_ended_as(run: Path, straight: Path) -> None:
 def test_resume_repeats_killed_heldout_evaluation(corpus, straight, tmp_path):
     run = tmp_path / "run"
     gate = Gate(run, "heldout")
-    first = ForkedRun([*overrides_of(corpus, run), *WORDS], 1, tmp_path)
+    first = ForkedRun(overrides_of(corpus, run, *WORDS), 1, tmp_path)
     first.wait_for(gate.reached, "evaluation of documents")
     first.kill()
     assert (run / "checkpoints" / LAST).is_dir()
@@ -108,10 +109,10 @@ def test_signal_during_heldout_evaluation_stops_all_ranks(
     corpus, straight, tmp_path, ranks, number
 ):
     run = tmp_path / "run"
-    first = ForkedRun([*overrides_of(corpus, run), *WORDS], ranks, tmp_path)
+    first = ForkedRun(overrides_of(corpus, run, *WORDS), ranks, tmp_path)
     said = first.stop_at(Gate(run, "heldout"), number, ranks - 1)
     assert f"stopped by {number.name} after step {STEPS}, saved; the same command resumes" in said
-    assert json.loads((run / "requeue").read_text(encoding="utf-8")) == {
+    assert read_json(run / "requeue") == {
         "signal": number.name,
         "step": STEPS,
     }
@@ -127,7 +128,7 @@ def test_signal_during_heldout_evaluation_stops_all_ranks(
 def test_error_mentions_rank_killed_during_heldout_evaluation(corpus, tmp_path):
     run = tmp_path / "run"
     gate = Gate(run, "heldout")
-    process = ForkedRun([*overrides_of(corpus, run), *WORDS], 2, tmp_path)
+    process = ForkedRun(overrides_of(corpus, run, *WORDS), 2, tmp_path)
     process.wait_for(gate.reached, "evaluation of documents")
     process.signal(signal.SIGKILL, 1)
     gate.open()

@@ -7,7 +7,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from runs.command import ROOT, documents, write_jsonl
+from runs.command import ROOT, documents, write_texts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -54,7 +54,7 @@ def test_installed_wheel_contains_config_and_runs_commands(tmp_path: Path) -> No
     code = f"import sys; sys.path.insert(0, {str(target)!r})\n{CHECK}"
     run([sys.executable, "-P", "-c", code, str(target)], elsewhere)
 
-    corpus = write_jsonl(elsewhere / "corpus.jsonl", documents(300))
+    corpus = write_texts(elsewhere / "corpus.jsonl", documents(300))
     env = {"PYTHONPATH": str(target), "DIFFLLM_CACHE": str(tmp_path / "cache")}
     words = [*TINY, f"data.paths=[{corpus}]"]
     module = [sys.executable, "-P", "-m", "diffllm"]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from runs.command import Result, tool, train
+from runs.json_files import read_json
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tools.md").read_text(encoding="utf-8")
 
@@ -66,7 +67,7 @@ def test_train_prints_summary_as_json_and_progress_on_stderr(tmp_path, tiny, env
     words = [*tiny, "run.name=a", "--json"]
     first = train(words, tmp_path, environment)
     value = value_of(first)
-    summary = json.loads((tmp_path / "outputs" / "a" / "summary.json").read_text(encoding="utf-8"))
+    summary = read_json(tmp_path / "outputs" / "a" / "summary.json")
     assert value == {"run": "outputs/a", "signal": None, **summary}
     assert re.search(r"^step 4/4  loss ", first.err, re.MULTILINE)
     again = train(words, tmp_path, environment)

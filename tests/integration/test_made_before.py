@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from runs.command import ForkedRun, changes, metrics, snapshot, tool, train
+from runs.json_files import read_json, read_jsonl
 from safetensors.torch import load_file
 
 MADE = Path(__file__).parents[1] / "data_files" / "made_before"
@@ -25,12 +26,11 @@ GREEDY = ("prompt=Document 3: 3 times", "temperature=0", "max_new_tokens=12")
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(workplace: Path) -> Path:
     """Copy the files to the current directory, as if a user had moved them."""
-    shutil.copytree(MADE, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "runs").rename(tmp_path / "outputs")
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    shutil.copytree(MADE, workplace, dirs_exist_ok=True)
+    (workplace / "runs").rename(workplace / "outputs")
+    return workplace
 
 
 @pytest.fixture
@@ -48,12 +48,12 @@ def diffllm(place: Path, environment: dict[str, str]) -> Any:
 
 def words_of(run: Path) -> list[str]:
     """Return the overrides of the command line in run.json."""
-    words = shlex.split(json.loads((run / "run.json").read_text(encoding="utf-8"))["command"])
+    words = shlex.split(read_json(run / "run.json")["command"])
     return words[words.index("data=files") :]
 
 
 def expected(name: str) -> Any:
-    return json.loads((EXPECTED / name).read_text(encoding="utf-8"))
+    return read_json(EXPECTED / name)
 
 
 ROUNDING = 5e-8
@@ -80,7 +80,7 @@ def sampled(files: list[Path]) -> dict[int, tuple[list[str], float]]:
     """Return the samples of all ranks and the loss, by step."""
     samples, losses = defaultdict(list), {}
     for file in files:
-        for line in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
+        for line in read_jsonl(file):
             samples[line["step"]] += line["samples"]
             losses[line["step"]] = line["loss"]
     return {step: (sorted(samples[step]), losses[step]) for step in samples}
@@ -111,7 +111,7 @@ def test_resumed_run_of_older_version_matches_uninterrupted_run(
         assert samples == whole[step][0], step
         assert loss == pytest.approx(whole[step][1], abs=2e-5), step
     summary, undisturbed = (
-        json.loads((run / "summary.json").read_text(encoding="utf-8")),
+        read_json(run / "summary.json"),
         expected(f"{name}.json"),
     )
     for key in ("steps", "tokens", "train_loss", "heldout_loss", "heldout_tokens"):
@@ -147,10 +147,7 @@ def test_export_and_import_of_older_run_match_stored_results(
 ) -> None:
     diffllm("export", "run=outputs/run", "out=again")
     assert contents("again") == contents("exported")
-    before, after = (
-        json.loads(Path(p, "config.json").read_text(encoding="utf-8"))
-        for p in ("exported", "again")
-    )
+    before, after = (read_json(Path(p, "config.json")) for p in ("exported", "again"))
     assert before == after
     diffllm("import", "hf=exported", "out=outputs/imported")
     text = (EXPECTED / "generated.txt").read_text(encoding="utf-8")

@@ -26,7 +26,7 @@ GONE = "killed, stopped or disconnected"
 def ranks(
     corpus: Path, directory: Path, fault: Fault, *more: str, number: int = 2
 ) -> Iterator[ForkedRun]:
-    words = [*overrides_of(corpus, directory), "global_batch_size=6", "steps=40", "log_interval=5"]
+    words = overrides_of(corpus, directory, "global_batch_size=6", "steps=40", "log_interval=5")
     missing = fault.kind in ("die", "freeze", "hang", "start", "slow save", "slow end")
     words += [f"distributed.timeout={TIMEOUT if missing else 600}", *more]
     run = ForkedRun(words, number, directory, fault)

@@ -1,9 +1,8 @@
 """A run on a mixture with a curriculum: sources in metrics, summary and report."""
 
-import json
-
 import pytest
-from runs.command import documents, finish, metric_lines, write_jsonl
+from runs.command import documents, finish, metric_lines, write_texts
+from runs.json_files import read_json
 
 from diffllm.compare.report import write_report
 
@@ -13,8 +12,8 @@ RAMP = "data.curriculum=[{at: 0.1, weights: {code: 3, prose: 1}}, {at: 0.9, weig
 @pytest.mark.slow
 def test_run_on_data_mixture_writes_metrics_of_every_data_source(tmp_path):
     run, prose = tmp_path / "run", tmp_path / "prose.jsonl"
-    code = write_jsonl(tmp_path / "code.jsonl", documents(60), "content")
-    write_jsonl(prose, [f"Document {i} tells of {i * 7} days. " * (i % 9 + 2) for i in range(300)])
+    code = write_texts(tmp_path / "code.jsonl", documents(60), "content")
+    write_texts(prose, [f"Document {i} tells of {i * 7} days. " * (i % 9 + 2) for i in range(300)])
     sources = (
         f"{{code: {{source: files, paths: [{code}], text_column: content, weight: 0.75}},"
         f" prose: {{source: files, paths: [{prose}], weight: 0.25}}}}"
@@ -31,7 +30,7 @@ def test_run_on_data_mixture_writes_metrics_of_every_data_source(tmp_path):
     shares = [line["data/tokens/prose"] / line["tokens"] for line in lines]
     assert shares[-1] == pytest.approx(0.25 * 0.1 + 0.8 * 0.625 + 0.1, abs=0.02)
     assert shares[2] == pytest.approx(0.25, abs=0.04)
-    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    summary = read_json(run / "summary.json")
     losses = [summary[f"heldout_loss/{name}"] for name in ("code", "prose")]
     assert min(losses) <= summary["heldout_loss"] <= max(losses)
     page, _ = write_report([run])

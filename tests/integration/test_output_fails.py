@@ -1,6 +1,5 @@
 """A failed print never stops a run; a command that cannot print its result prints one error."""
 
-import json
 import os
 import subprocess
 from pathlib import Path
@@ -20,6 +19,7 @@ from runs.command import (
     train_command,
     with_faults,
 )
+from runs.json_files import read_json
 from tiers import slow_but
 
 PROMPT = "data.sample_prompt='naïve ∑ 雪'"
@@ -32,7 +32,7 @@ SHOWN = [("full", "full"), ("ascii", "ascii")]
 
 
 def assert_whole(run: Path, steps: int) -> None:
-    assert json.loads((run / "summary.json").read_text(encoding="utf-8"))["steps"] == steps
+    assert read_json(run / "summary.json")["steps"] == steps
     assert metrics(run)[-1]["step"] == steps
     assert (run / "run.log").read_text(encoding="utf-8").count(f"step {steps}/{steps}") == 1
 
@@ -66,9 +66,7 @@ def test_sweep_finishes_valid_run_if_stdout_or_stderr_fails(tmp_path, environmen
     ended = forked_call(with_faults("train", fault, fault), words, tmp_path, environment)
     assert ended.code == 1, ended
     sweep = tmp_path / "outputs" / "both"
-    assert (
-        json.loads((sweep / "seq_len32" / "summary.json").read_text(encoding="utf-8"))["steps"] == 2
-    )
+    assert read_json(sweep / "seq_len32" / "summary.json")["steps"] == 2
     assert "\nerror: the train split has " in (sweep / "seq_len99999.log").read_text(
         encoding="utf-8"
     )
@@ -91,7 +89,7 @@ def test_prepare_command_succeeds_if_stdout_or_stderr_fails(
 @pytest.mark.slow
 def test_training_continues_after_terminal_is_closed(corpus, tmp_path):
     run = tmp_path / "run"
-    words = [*overrides_of(corpus, run), "steps=8", "log_interval=1"]
+    words = overrides_of(corpus, run, "steps=8", "log_interval=1")
     reader, terminal = os.openpty()
     gate = Gate(run, 4)
     process = ForkedRun(words, said=[os.ttyname(terminal)])

@@ -1,10 +1,10 @@
 """A run on `data=packages` whose packages differ from the reference."""
 
-import json
 import sys
 from pathlib import Path
 
 from runs.command import documents, forked_call
+from runs.json_files import read_json
 
 import diffllm
 from diffllm.data.text import packages
@@ -29,6 +29,4 @@ def test_train_prints_note_if_corpus_is_not_reference_corpus(tmp_path, tiny, env
     assert done.code == 0, done
     note = "not the reference corpus: small missing (reference 2.0)"
     assert f"\ncorpus: {note}\n" in done.out
-    assert (
-        json.loads((tmp_path / "run/run.json").read_text(encoding="utf-8"))["corpus_note"] == note
-    )
+    assert read_json(tmp_path / "run/run.json")["corpus_note"] == note

@@ -1,7 +1,6 @@
 """Runs on packed documents, and on tokens with a loss mask."""
 
 import hashlib
-import json
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +11,10 @@ from runs.command import (
     metric_lines,
     overrides_of,
     prepared_corpus,
+    step_samples,
     the_error,
 )
-from test_same_data import samples
+from runs.json_files import read_json, read_jsonl, write_json, write_jsonl
 from tiers import slow_but
 
 from diffllm import load_config
@@ -24,15 +24,15 @@ from diffllm.data.sequences import packing_counts
 from diffllm.data.shards import Manifest
 
 STEPS, BATCH = 4, 8
+SETTINGS = (
+    *(f"global_batch_size={BATCH}", f"steps={STEPS}", "log_interval=1", "precision=fp32"),
+    *("optim.warmup_steps=1", "checkpoint.interval=1000", "eval.interval=1000"),
+)
 PACKED = ("data.packing=best_fit", "data.mask_documents=true", "compile=false")
 
 
-def words(corpus: Path, run: Path, *more: str) -> list[str]:
-    return [
-        *overrides_of(corpus, run),
-        *(f"global_batch_size={BATCH}", f"steps={STEPS}", "log_interval=1", "precision=fp32"),
-        *("optim.warmup_steps=1", "checkpoint.interval=1000", "eval.interval=1000", *more),
-    ]
+def packing_words(corpus: Path, run: Path, *more: str) -> list[str]:
+    return overrides_of(corpus, run, *SETTINGS, *more)
 
 
 def shares(overrides: list[str]) -> list[float]:
@@ -47,10 +47,10 @@ def shares(overrides: list[str]) -> list[float]:
 @pytest.mark.slow
 def test_packed_run_on_two_ranks_matches_single_rank_run(corpus, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
-    overrides = words(corpus, one, *PACKED)
+    overrides = packing_words(corpus, one, *PACKED)
     said = ForkedRun(overrides, 1, one).finish()
-    ForkedRun(words(corpus, two, *PACKED, "micro_batch_size=2"), 2, two).finish()
-    assert samples(one) == samples(two)
+    ForkedRun(packing_words(corpus, two, *PACKED, "micro_batch_size=2"), 2, two).finish()
+    assert step_samples(one) == step_samples(two)
     for mine, other in zip(metric_lines(one), metric_lines(two), strict=True):
         assert mine["train/loss"] == pytest.approx(other["train/loss"], abs=2e-4)
     found = [line["train/target_share"] for line in metric_lines(one)]
@@ -59,7 +59,7 @@ def test_packed_run_on_two_ranks_matches_single_rank_run(corpus, tmp_path):
     counts = packing_counts(prepare(cfg.data), cfg.data, cfg.seq_len)
     assert f"packing: {counts.text()}" in said
     for file in ("run.json", "summary.json"):
-        assert json.loads((one / file).read_text(encoding="utf-8"))["packing"] == counts.numbers()
+        assert read_json(one / file)["packing"] == counts.numbers()
     epochs = STEPS * BATCH / counts.sequences
     assert f"{epochs:.2g} epochs" in said
 
@@ -68,26 +68,26 @@ def test_packed_run_on_two_ranks_matches_single_rank_run(corpus, tmp_path):
 def test_resume_refuses_changed_packing_without_allow_changes(corpus, tmp_path):
     run, new, fresh = (tmp_path / name for name in ("run", "new", "fresh"))
     packed = PACKED[:1]
-    ForkedRun(words(corpus, run), 1, run).finish()
+    ForkedRun(packing_words(corpus, run), 1, run).finish()
     for named in (
-        words(corpus, run, *packed, "steps=6", "run.allow_changes=[steps]"),
-        words(corpus, new, *packed, "steps=6", f"resume={run}"),
+        packing_words(corpus, run, *packed, "steps=6", "run.allow_changes=[steps]"),
+        packing_words(corpus, new, *packed, "steps=6", f"resume={run}"),
     ):
         refused = ForkedRun(named, 1, tmp_path / "refused")
         assert refused.codes() == [2]
         assert "data.packing: stream in the run, best_fit in this command" in refused.text()
     allowed = "run.allow_changes=[steps,data.packing]"
-    ForkedRun(words(corpus, run, *packed, "steps=6", allowed), 1, run).finish()
-    (note,) = map(json.loads, (run / "changes.jsonl").read_text(encoding="utf-8").splitlines())
+    ForkedRun(packing_words(corpus, run, *packed, "steps=6", allowed), 1, run).finish()
+    (note,) = read_jsonl(run / "changes.jsonl")
     assert note["changes"]["data.packing"] == ["stream", "best_fit"]
-    ForkedRun(words(corpus, fresh, *packed), 1, fresh).finish()
-    later, begun = samples(run), samples(fresh)
+    ForkedRun(packing_words(corpus, fresh, *packed), 1, fresh).finish()
+    later, begun = step_samples(run), step_samples(fresh)
     assert [later[STEPS + 1], later[STEPS + 2]] == [begun[1], begun[2]]
 
 
 def mask_every_third(directory: Path) -> dict[str, int]:
     """Write masks next to all shards; return the number of unmasked tokens per split."""
-    manifest = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
+    manifest = read_json(directory / "manifest.json")
     left = {}
     for name, split in manifest["splits"].items():
         left[name] = 0
@@ -97,7 +97,7 @@ def mask_every_third(directory: Path) -> dict[str, int]:
             shard["mask"] = f"{shard['file']}.mask"
             shard["mask_sha256"] = hashlib.sha256(mask.tobytes()).hexdigest()
             (directory / shard["mask"]).write_bytes(mask.tobytes())
-    (directory / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    write_json(directory / "manifest.json", manifest)
     return left
 
 
@@ -105,18 +105,18 @@ def mask_every_third(directory: Path) -> dict[str, int]:
 def test_training_and_heldout_losses_ignore_masked_tokens(tmp_path, packing):
     corpus = prepared_corpus(tmp_path)
     run = tmp_path / "run"
-    overrides = words(corpus, run, f"data.packing={packing}", "eval.tokens=null")
+    overrides = packing_words(corpus, run, f"data.packing={packing}", "eval.tokens=null")
     directory = prepare(load_config(overrides).data).directory
     left = mask_every_third(directory)
     ForkedRun(overrides, 1, run).finish()
     found = [line["train/target_share"] for line in metric_lines(run)]
     assert found == pytest.approx(shares(overrides))
     assert max(found) < 0.7
-    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    summary = read_json(run / "summary.json")
     split = Manifest.load(directory).splits["heldout"]
     assert summary["heldout_tokens"] == left["heldout"] < split.tokens
     assert 0 < summary["heldout_loss"] < 7
-    facts = json.loads((run / "run.json").read_text(encoding="utf-8"))
+    facts = read_json(run / "run.json")
     assert facts["heldout_tokens"] == facts["heldout_split_tokens"] == left["heldout"]
 
 
@@ -124,8 +124,8 @@ def test_train_refuses_heldout_sample_that_contains_only_prompt_tokens(tmp_path)
     """The first sequence is part of a prompt; among sixteen sequences, some contain an answer."""
     rows = [{"prompt": text, "completion": text[:40]} for text in documents(60)]
     corpus, run = tmp_path / "corpus.jsonl", tmp_path / "run"
-    corpus.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    prompts = [*words(corpus, run), "data.text_column=completion", "data.prompt_column=prompt"]
+    write_jsonl(corpus, rows)
+    prompts = packing_words(corpus, run, "data.text_column=completion", "data.prompt_column=prompt")
     prompts += ["data.vocab_size=400", "data.heldout_fraction=0.2", "eval.interval=2"]
     refused = ForkedRun([*prompts, "eval.sequences=1"], 1, tmp_path / "said")
     assert refused.codes() == [2]

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs.command import ROOT, command, documents, write_jsonl
+from runs.command import ROOT, command, documents, write_texts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
@@ -63,7 +63,7 @@ def test_commands_in_documentation_page_succeed(page, tmp_path, environment):
         file.chmod(0o755)
     cwd = tmp_path / "empty"
     (cwd / "texts").mkdir(parents=True)
-    write_jsonl(cwd / "texts" / "a.jsonl", documents(300), column="content")
+    write_texts(cwd / "texts" / "a.jsonl", documents(300), column="content")
     text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
     script = script_of(with_smaller_batch(text), cwd)
     path = os.pathsep.join([str(tmp_path / "bin"), str(Path(sys.executable).parent)])

@@ -22,6 +22,7 @@ from runs.command import (
     train_command,
     unfinish,
 )
+from runs.json_files import read_json
 from tiers import slow_but
 
 MODULE = "scaled_attention"
@@ -64,10 +65,8 @@ def test_training_uses_variant_and_data_source_and_metric_of_plugin(trained):
     config = (trained / "config.yaml").read_text(encoding="utf-8")
     for line in ("- scaled_attention", "attention: scaled", "source: counting", "documents: 400"):
         assert line in config
-    assert json.loads((trained / "summary.json").read_text(encoding="utf-8"))["variant"] == "scaled"
-    assert list(json.loads((trained / "run.json").read_text(encoding="utf-8"))["plugin_code"]) == [
-        MODULE
-    ]
+    assert read_json(trained / "summary.json")["variant"] == "scaled"
+    assert list(read_json(trained / "run.json")["plugin_code"]) == [MODULE]
     measured = [line for line in metrics(trained) if "scale_mean/layer_01" in line]
     assert [line["step"] for line in measured] == [2, 4, 6]
 

@@ -1,6 +1,5 @@
 """Training from Python, in processes that import only the package diffllm."""
 
-import json
 import os
 import signal
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from runs.command import assert_same_weights, command, forked_call, reached, train
+from runs.json_files import read_json
 
 import diffllm
 from diffllm.core.errors import ConfigError, UserError
@@ -36,7 +36,7 @@ def straight(tiny, environment, tmp_path_factory) -> Path:
 def session(words: list[str]) -> int:
     cfg = diffllm.load_config([*words, "run.dir=run"])
     summary = diffllm.train(cfg)
-    assert summary == json.loads(Path("run/summary.json").read_text(encoding="utf-8"))
+    assert summary == read_json(Path("run/summary.json"))
     assert diffllm.train(cfg) == summary  # the run is finished
 
     with pytest.raises(ConfigError, match="seed: 0 in the run, 1 in this command"):
@@ -95,7 +95,7 @@ def session_without_memory(words: list[str]) -> int:
     cfg.steps += 1
     with pytest.raises(ConfigError, match="does not fit into memory"):
         diffllm.train(cfg)
-    assert summary == json.loads(Path("run/summary.json").read_text(encoding="utf-8"))
+    assert summary == read_json(Path("run/summary.json"))
     cfg.force = True
     assert diffllm.train(cfg)["steps"] == cfg.steps
     return 0
@@ -183,11 +183,7 @@ def test_train_function_returns_summary_on_every_rank(tmp_path, tiny, environmen
         assert done.code == 0, done
         answers = sorted(tmp_path.glob("answer*.json"))
         assert [answer.name for answer in answers] == ["answer0.json", "answer1.json"]
-        summaries = [json.loads(answer.read_text(encoding="utf-8")) for answer in answers]
-        assert (
-            summaries[0]
-            == summaries[1]
-            == json.loads((tmp_path / "run/summary.json").read_text(encoding="utf-8"))
-        )
+        summaries = [read_json(answer) for answer in answers]
+        assert summaries[0] == summaries[1] == read_json(tmp_path / "run/summary.json")
         for answer in answers:
             answer.unlink()

@@ -1,6 +1,5 @@
 """Runs that are killed, stopped and resumed, in real processes."""
 
-import json
 import os
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from runs.command import (
     train_command,
     wait_for,
 )
+from runs.json_files import read_json
 from tiers import slow_but
 
 STEPS, HALF = 24, 12
@@ -85,7 +85,7 @@ def test_resume_after_sigterm_matches_uninterrupted_run(corpus, straight, tmp_pa
 def test_killed_run_resumes_bit_identically_in_new_interpreter(corpus, straight, tmp_path):
     """Both processes are new interpreters, which share no imports with the undisturbed run."""
     run = tmp_path / "run"
-    words = train_command([*overrides_of(corpus, run), *INTERVALS])
+    words = train_command(overrides_of(corpus, run, *INTERVALS))
     first = subprocess.Popen(words, env={**os.environ, "OMP_NUM_THREADS": "1"})
     wait_for((run / "checkpoints" / HALF_WAY).exists, first, "checkpoint half way")
     first.kill()
@@ -103,16 +103,14 @@ def test_resume_uses_mkl_and_compile_settings_of_checkpoint(corpus, tmp_path):
 
     def trained(name: str, *words: str, **environment: str) -> Path:
         run = tmp_path / name
-        result = train([*overrides_of(corpus, run), *settings, *words], tmp_path, environment)
+        result = train(overrides_of(corpus, run, *settings, *words), tmp_path, environment)
         assert result.code == 0, result.err
         return run
 
     whole = trained("whole", MKL_CBWR="AVX2,STRICT")
     half_way = whole / "checkpoints" / HALF_WAY
     again = trained("again", f"resume={half_way}")
-    state = json.loads(
-        (again / "checkpoints" / f"step-{STEPS:08d}" / "state.json").read_text(encoding="utf-8")
-    )
+    state = read_json(again / "checkpoints" / f"step-{STEPS:08d}" / "state.json")
     assert (state["loop"]["mkl_mode"], state["loop"]["compiled"]) == ("AVX2,STRICT", False)
     assert_same_weights(whole, again, STEPS)
 
@@ -129,7 +127,7 @@ sys.exit(main(command="train"))
 @pytest.mark.slow
 def test_resume_keeps_compile_setting_of_first_launch(corpus, tmp_path):
     run = tmp_path / "run"
-    words = [*overrides_of(corpus, run), *INTERVALS]
+    words = overrides_of(corpus, run, *INTERVALS)
     first = subprocess.Popen([sys.executable, "-c", AS_A_LONG_RUN, *words])
     wait_for((run / "checkpoints" / HALF_WAY).exists, first, "checkpoint half way")
     first.kill()

@@ -4,38 +4,25 @@ import json
 from pathlib import Path
 
 import pytest
-from runs.command import ForkedRun, Gate, metric_lines, overrides_of, the_error
+from runs.command import ForkedRun, Gate, metric_lines, overrides_of, step_samples, the_error
 from runs.planted_train import Fault
 
 STEPS = 24
 BATCH = 12
+SETTINGS = (
+    *(f"global_batch_size={BATCH}", f"steps={STEPS}", "log_interval=1", "precision=fp32"),
+    *("seq_len=256", "checkpoint.interval=1000", "eval.interval=1000"),
+)
 
 
-def words(corpus: Path, run: Path, *more: str) -> list[str]:
-    return [
-        *overrides_of(corpus, run),
-        *(f"global_batch_size={BATCH}", f"steps={STEPS}", "log_interval=1", "precision=fp32"),
-        *("seq_len=256", "checkpoint.interval=1000", "eval.interval=1000"),
-        *more,
-    ]
-
-
-def samples(run: Path) -> dict[int, list[str]]:
-    """Return the sorted samples of each step over all ranks, from its last execution."""
-    by_rank: list[dict[int, list[str]]] = []
-    for file in run.glob("samples-*.jsonl"):
-        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        by_rank.append({line["step"]: line["samples"] for line in lines})
-    return {
-        step: sorted(name for of_rank in by_rank for name in of_rank.get(step, []))
-        for step in range(1, STEPS + 1)
-    }
+def same_data_words(corpus: Path, run: Path, *more: str) -> list[str]:
+    return overrides_of(corpus, run, *SETTINGS, *more)
 
 
 @pytest.fixture(scope="module")
 def straight(corpus, tmp_path_factory):
     directory = tmp_path_factory.mktemp("straight")
-    ForkedRun(words(corpus, directory / "dense"), 1, directory / "dense").finish()
+    ForkedRun(same_data_words(corpus, directory / "dense"), 1, directory / "dense").finish()
     return directory
 
 
@@ -62,17 +49,17 @@ def test_resume_on_different_mesh_reads_same_batches(corpus, straight, tmp_path,
     undisturbed = straight / "dense"
     if model:
         undisturbed = tmp_path / "undisturbed"
-        ForkedRun(words(corpus, undisturbed, *model), 1, undisturbed).finish()
+        ForkedRun(same_data_words(corpus, undisturbed, *model), 1, undisturbed).finish()
     run, made = tmp_path / "run", 0
     for i, (ranks, more) in enumerate(LAYOUTS[kind]):
         if i < len(LAYOUTS[kind]) - 1:
             gate = Gate(run, made + 4)
-            ForkedRun(words(corpus, run, *model, *more), ranks, run).stop_at(gate)
+            ForkedRun(same_data_words(corpus, run, *model, *more), ranks, run).stop_at(gate)
             made = metric_lines(run)[-1]["step"]
             assert made < STEPS - 3, "stopped too late"
         else:
-            ForkedRun(words(corpus, run, *model, *more), ranks, run).finish()
-    assert samples(run) == samples(undisturbed)
+            ForkedRun(same_data_words(corpus, run, *model, *more), ranks, run).finish()
+    assert step_samples(run) == step_samples(undisturbed)
     for mine, other in zip(metric_lines(run), metric_lines(undisturbed), strict=True):
         assert mine["step"] == other["step"]
         assert mine["train/loss"] == pytest.approx(other["train/loss"], abs=2e-4), mine["step"]
@@ -100,7 +87,7 @@ def test_resume_refuses_changed_data_key_that_is_not_in_allow_changes(
     )
     change = change.replace("OTHER", str(other))
     run = tmp_path / "run"
-    short = [*words(corpus, run), "steps=4", "optim.warmup_steps=1"]
+    short = [*same_data_words(corpus, run), "steps=4", "optim.warmup_steps=1"]
     ForkedRun(short, 1, run).finish()
     before = {
         path: path.read_bytes() for path in run.iterdir() if path.suffix in (".yaml", ".jsonl")
@@ -133,11 +120,11 @@ def test_resume_refuses_changed_data_key_that_is_not_in_allow_changes(
 def test_resume_continues_sample_order_if_batch_size_is_halved(corpus, straight, tmp_path):
     """With half of the global batch, each step reads the next six samples of the same order."""
     run = tmp_path / "run"
-    short = [*words(corpus, run), "steps=4", "optim.warmup_steps=1"]
+    short = [*same_data_words(corpus, run), "steps=4", "optim.warmup_steps=1"]
     ForkedRun(short, 1, run).finish()
     more = ["steps=8", "global_batch_size=6", "run.allow_changes=[steps,global_batch_size]"]
     ForkedRun([*short, *more], 1, run).finish()
-    mine, undisturbed = samples(run), samples(straight / "dense")
+    mine, undisturbed = step_samples(run), step_samples(straight / "dense")
     for step in (5, 6):
         halves = mine[2 * step - 5] + mine[2 * step - 4]
         assert sorted(halves) == undisturbed[step]
@@ -146,7 +133,7 @@ def test_resume_continues_sample_order_if_batch_size_is_halved(corpus, straight,
 @pytest.mark.slow
 def test_run_files_stay_unchanged_if_resume_refuses_new_model_config(corpus, tmp_path):
     run = tmp_path / "run"
-    short = [*words(corpus, run), "steps=2", "optim.warmup_steps=1"]
+    short = [*same_data_words(corpus, run), "steps=2", "optim.warmup_steps=1"]
     ForkedRun(short, 1, run).finish()
     kept = [path for path in run.rglob("*") if path.is_file() and path.name != ".lock"]
     before = {path: path.read_bytes() for path in kept}
@@ -161,7 +148,7 @@ def test_run_files_stay_unchanged_if_resume_refuses_new_model_config(corpus, tmp
 def test_allowed_config_change_is_recorded_before_model_is_built(corpus, tmp_path):
     """If a start fails, changes.jsonl must match config.yaml, which contains the change."""
     run = tmp_path / "run"
-    short = [*words(corpus, run), "steps=2", "optim.warmup_steps=1"]
+    short = [*same_data_words(corpus, run), "steps=2", "optim.warmup_steps=1"]
     ForkedRun(short, 1, run).finish()
     more = ["steps=4", "optim.lr=0.01", "run.allow_changes=[steps,optim.lr]"]
     broken = ForkedRun([*short, *more], 1, run, Fault("broken build"))

@@ -1,6 +1,5 @@
 """Stages: runs that continue training of another run with other settings."""
 
-import json
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -18,6 +17,7 @@ from runs.command import (
     train,
     trained_on,
 )
+from runs.json_files import read_json
 from tiers import slow_but
 
 from diffllm.checkpoint.manifest import read_state
@@ -93,7 +93,7 @@ def test_killed_stage_on_two_ranks_resumes_bit_identically(corpus, first, tmp_pa
     assert "resumes from step 2" in finish(corpus, broken, *words, ranks=2)
     assert metric_lines(broken) == metric_lines(straight)
     assert_same_weights(straight, broken, 4)
-    assert "previous" in json.loads((broken / "run.json").read_text(encoding="utf-8"))
+    assert "previous" in read_json(broken / "run.json")
 
 
 @pytest.fixture(scope="module")
@@ -117,10 +117,7 @@ def test_each_stage_reads_samples_in_another_order(stages):
 def test_report_of_third_stage_draws_loss_over_tokens_of_all_stages(stages):
     (first, second, third), said = stages
     assert f"next stage of {second}/checkpoints/step-00000004, step 4;" in said
-    tokens = [
-        json.loads((run / "run.json").read_text(encoding="utf-8"))["previous"]
-        for run in (second, third)
-    ]
+    tokens = [read_json(run / "run.json")["previous"] for run in (second, third)]
     before = [2 * 8 * 64, 2 * 8 * 64 + 4 * 4 * 128]
     assert [each["tokens"] for each in tokens] == before
     runs, starts = zip(*stages_of(load_run(third)), strict=True)
@@ -191,7 +188,7 @@ def test_stage_of_different_model_is_refused_in_one_line(
     if what == "export":
         assert main(["export", f"run={first}", f"out={first}-hf"]) == 0
     words = [f"resume=stage:{first}", *(word.format(run=first) for word in words)]
-    ended = train([*overrides_of(corpus, tmp_path / "run"), *WORDS, *words], tmp_path, environment)
+    ended = train(overrides_of(corpus, tmp_path / "run", *WORDS, *words), tmp_path, environment)
     assert ended.code == 2, ended
     assert said in ended.err.splitlines()[-1]
     assert ended.err.count("error: ") == 1, ended

@@ -20,6 +20,7 @@ from runs.command import (
     train_command,
     trained_on,
 )
+from runs.json_files import read_json
 from runs.planted_train import Fault
 from tiers import slow_but
 
@@ -58,7 +59,7 @@ def test_stop_signal_to_one_rank_stops_all_ranks_at_same_step(
     corpus, tmp_path, number, rank, marked
 ):
     run = tmp_path / "run"
-    words = [*overrides_of(corpus, run), "steps=60", "log_interval=1", "checkpoint.interval=1000"]
+    words = overrides_of(corpus, run, "steps=60", "log_interval=1", "checkpoint.interval=1000")
     said = ForkedRun(words, 2, run).stop_at(Gate(run, 4), number, rank)
     assert f"stopped by {number.name} after step" in said
     assert said.count(FIRST) == (number == signal.SIGINT)
@@ -68,7 +69,7 @@ def test_stop_signal_to_one_rank_stops_all_ranks_at_same_step(
     marker = run / "requeue"
     assert marker.exists() == marked
     if marked:
-        assert json.loads(marker.read_text(encoding="utf-8")) == {
+        assert read_json(marker) == {
             "signal": number.name,
             "step": step,
         }
@@ -87,7 +88,7 @@ def test_stop_signal_to_one_rank_stops_all_ranks_at_same_step(
 def test_second_ctrl_c_stops_training_immediately(corpus, tmp_path, interval, saved):
     run = tmp_path / "run"
     gate = Gate(run, 4)
-    words = [*overrides_of(corpus, run), "steps=60", f"checkpoint.interval={interval}"]
+    words = overrides_of(corpus, run, "steps=60", f"checkpoint.interval={interval}")
     process = ForkedRun(words, 1, run)
     process.wait_for(gate.reached, "gate")
     process.wait_for(lambda: interval > 2 or list_checkpoints(run / "checkpoints"), "checkpoint")
@@ -139,7 +140,7 @@ def test_ctrl_c_during_imports_prints_single_line(tmp_path, environment, words):
 
 def test_train_command_removes_stale_requeue_marker_of_finished_run(corpus, tmp_path):
     run = tmp_path / "run"
-    words = [*overrides_of(corpus, run), "steps=2", "optim.warmup_steps=1"]
+    words = overrides_of(corpus, run, "steps=2", "optim.warmup_steps=1")
     ForkedRun(words, 1, run).finish()
     (run / "requeue").write_text("{}", encoding="utf-8")  # a stale marker
     assert "is finished" in ForkedRun(words, 1, run).finish()
@@ -150,14 +151,14 @@ def test_train_command_removes_stale_requeue_marker_of_finished_run(corpus, tmp_
 def test_signal_before_first_step_writes_requeue_marker(corpus, tmp_path, ranks):
     """Rank 0 receives the signal while it searches checkpoints and other ranks wait."""
     run = tmp_path / "run"
-    words = [*overrides_of(corpus, run), "steps=6"]
+    words = overrides_of(corpus, run, "steps=6")
     process = ForkedRun(words, ranks, run, Fault("slow claim", 0))
     process.wait_for((run / ".lock").exists, "claim")
     process.signal(signal.SIGUSR1, 0)
     output = process.finish()
     assert "stopped by SIGUSR1 before the first step" in output
     assert "Traceback" not in output
-    assert json.loads((run / "requeue").read_text(encoding="utf-8")) == {
+    assert read_json(run / "requeue") == {
         "signal": "SIGUSR1",
         "step": None,
     }
@@ -168,7 +169,7 @@ def test_run_killed_during_checkpoint_save_resumes_bit_identically(corpus, tmp_p
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     words = ("steps=12", "optim.warmup_steps=1", "checkpoint.interval=4", "log_interval=1")
     finish(corpus, straight, *words)
-    first = ForkedRun([*overrides_of(corpus, broken), *words], fault=Fault("endless second save"))
+    first = ForkedRun(overrides_of(corpus, broken, *words), fault=Fault("endless second save"))
     half_made = broken / "checkpoints" / ".step-00000008.incomplete"
     first.wait_for(half_made.is_dir, "save")
     first.kill()

@@ -16,6 +16,7 @@ from runs.command import (
     tool_command,
     wait_for,
 )
+from runs.json_files import read_json, write_json
 
 from diffllm.config.saved import load_run_config
 
@@ -33,7 +34,7 @@ def study_file(path: Path, tiny: list[str]) -> Path:
         "lr": {"grid": [1e-3, 2e-3], "seeds": [7], "steps": 2, "extend": 0},
         "rule": {"kind": "difference", "arm": "half", "against": "whole", "below": 0.0},
     }
-    path.write_text(json.dumps(content), encoding="utf-8")
+    write_json(path, content)
     return path
 
 
@@ -94,7 +95,7 @@ def test_interrupted_study_matches_uninterrupted_study(tmp_path, tiny, environme
         assert_same_weights(out / name, undisturbed / name, step)
 
     for name in (*RATES, *DECIDING):
-        facts = json.loads((out / name / "run.json").read_text(encoding="utf-8"))
+        facts = read_json(out / name / "run.json")
         row = name.removeprefix("rates/").rpartition("-seed")[0]
         assert facts["wandb_group"] == row.replace("-lr", " lr=")
         variables = facts["environment"]["variables"]
@@ -115,9 +116,7 @@ def test_interrupted_study_matches_uninterrupted_study(tmp_path, tiny, environme
         "the best of two learning rates is at an end of the grid"
     )
     assert {arm: f"{each['lr']:g}" for arm, each in found["arms"].items()} == at_the_end
-    losses = json.loads((out / "half-seed1" / "summary.json").read_text(encoding="utf-8"))[
-        "heldout_loss"
-    ]
+    losses = read_json(out / "half-seed1" / "summary.json")["heldout_loss"]
     assert found["arms"]["half"]["values"]["1"] == losses
 
     path.write_text(

@@ -1,7 +1,6 @@
 """Sweeps that are killed, stopped and resumed, on this machine and through submitit."""
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -12,6 +11,7 @@ import pytest
 from filelock import FileLock
 from processes import PATIENCE_S
 from runs.command import Result, command, descendants, metrics, train_command, wait_for
+from runs.json_files import read_json
 
 STEPS = 40
 LONGER = [f"steps={STEPS}", "checkpoint.interval=4", "log_interval=4"]
@@ -47,7 +47,7 @@ def started(run: Path) -> int:
 
 
 def assert_finished(run: Path) -> None:
-    assert json.loads((run / "summary.json").read_text(encoding="utf-8"))["steps"] == STEPS
+    assert read_json(run / "summary.json")["steps"] == STEPS
     steps = [line["step"] for line in metrics(run)]
     assert steps == sorted(set(steps))
     assert steps[-1] == STEPS
@@ -131,7 +131,7 @@ def test_submitit_sweep_on_two_ranks_reports_failed_run(tmp_path, tiny, environm
     assert re.search(rf"^outputs/mine/seed1 +FAILED, {reason}", result.out, re.M), result.out
     assert "Traceback" not in result.out + result.err
     run = tmp_path / "outputs" / "mine" / "seed0"
-    facts = json.loads((run / "run.json").read_text(encoding="utf-8"))
+    facts = read_json(run / "run.json")
     assert (facts["ranks"], facts["wandb_group"]) == (2, "diff_v2")
     assert facts["environment"]["variables"]["DIFFLLM_WANDB_NAME"] == "seed0"
     assert [line["step"] for line in metrics(run)][-1] == 4

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from runs.command import command, tool, train, train_command
+from runs.json_files import read_jsonl
 
 RUN = [
     "data=synthetic", "data.task=mqar", "data.level={filler: 4}", "data.examples=2000",
@@ -42,10 +43,7 @@ def test_task_scores_logged_in_training_match_scores_of_evaluate_command(place, 
 
 
 def read(run: Path) -> dict[int, dict[str, float]]:
-    lines = [
-        json.loads(line)
-        for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
+    lines = read_jsonl(run / "metrics.jsonl")
     return {line["step"]: line for line in lines}
 
 

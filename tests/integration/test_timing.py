@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from runs.command import command, refusal_of, tool
+from runs.json_files import read_json, write_json
 
 from diffllm.compare.timing_profile import read_profile
 
@@ -20,12 +21,12 @@ def test_timing_of_study_writes_profile_and_no_other_file(tmp_path, tiny, enviro
         "arms": {"standard": ["attention=standard"], "v2": ["attention=diff_v2"]},
         "rule": {"kind": "difference", "arm": "v2", "against": "standard", "below": 0.0},
     }  # fmt: skip
-    (tmp_path / "study.yaml").write_text(json.dumps(study), encoding="utf-8")
+    write_json(tmp_path / "study.yaml", study)
     words = ["timing", "study.yaml", "out=timing.json", *TURNS, "--json"]
     done = tool(words, tmp_path, environment)
     assert done.code == 0, done.err
     assert {path.name for path in tmp_path.iterdir()} == {"study.yaml", "timing.json"}
-    content = json.loads((tmp_path / "timing.json").read_text(encoding="utf-8"))
+    content = read_json(tmp_path / "timing.json")
     assert json.loads(done.out) == content
     profile = read_profile(tmp_path / "timing.json")
     assert list(profile.arms) == ["standard", "v2"]

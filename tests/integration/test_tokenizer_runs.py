@@ -1,13 +1,13 @@
 """The EOS and the export of runs with a foreign tokenizer, from the headline to a resumed run."""
 
 import io
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import sentencepiece
 from runs.command import documents, tool, train
+from runs.json_files import read_json
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from diffllm import load_config
@@ -63,7 +63,7 @@ def test_run_of_older_version_continues_with_its_guessed_eos_without_cache(
         assert resumed.code == 0, resumed.err
         assert f"{directory} resumes from step 4" in resumed.out
         assert "\nEOS: </s>, token 1, guessed from its name; data.eos_token sets" in resumed.out
-        facts = json.loads((tmp_path / directory / "run.json").read_text(encoding="utf-8"))
+        facts = read_json(tmp_path / directory / "run.json")
         assert (facts["eos_token"], facts["eos_guessed"]) == ("</s>", True)
         saved = (tmp_path / directory / "config.yaml").read_text(encoding="utf-8")
         assert "  eos_token: null\n" in saved

@@ -3,14 +3,15 @@
 With restored tokens, the run resumes.
 """
 
-import json
 import os
 import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
-from runs.command import Gate, finish, prepared_corpus, start, the_error
+from runs.command import Gate, finish, rank_samples, start, the_error
+from runs.json_files import read_json
 from tiers import pairs, slow_but
 
 from diffllm.checkpoint.directory import list_checkpoints
@@ -49,81 +50,78 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
 }
 
 
-def samples(run: Path, rank: int) -> dict[int, list[str]]:
-    """Return the samples of a rank by step; for a repeated step, the last."""
-    lines = (run / f"samples-{rank}.jsonl").read_text(encoding="utf-8").splitlines()
-    return {line["step"]: line["samples"] for line in map(json.loads, lines)}
+@pytest.fixture
+def tokens(corpus, tmp_path):
+    """Copy a corpus with its cache; return the directory of the copied tokens."""
+    shutil.copy(corpus, tmp_path)
+    shutil.copytree(corpus.parent / "cache", tmp_path / "cache")
+    (directory,) = (p for p in (tmp_path / "cache" / "tokens").iterdir() if p.is_dir())
+    return directory
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
-    path = tmp_path_factory.mktemp("vanishing")
-    prepared_corpus(path)
-    return path
+def undisturbed(corpus, tmp_path_factory):
+    """Return a function that trains a run on intact tokens, once per world size."""
 
+    @cache
+    def run_on(ranks: int) -> Path:
+        run = tmp_path_factory.mktemp("undisturbed") / "run"
+        finish(corpus, run, *WORDS, ranks=ranks)
+        return run
 
-def undisturbed(workplace: Path, ranks: int) -> Path:
-    run = workplace / f"undisturbed-{ranks}"
-    if not run.is_dir():
-        finish(workplace / "corpus.jsonl", run, *WORDS, ranks=ranks)
-    return run
+    return run_on
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("damage", "ranks", "workers"), pairs(tuple(DAMAGE), (1, 2), (0, 1)))
 def test_resume_matches_uninterrupted_run_after_token_files_are_restored(
-    workplace, tmp_path, damage, ranks, workers
+    corpus, tokens, undisturbed, tmp_path, damage, ranks, workers
 ):
-    corpus = shutil.copy(workplace / "corpus.jsonl", tmp_path)
-    shutil.copytree(workplace / "cache", tmp_path / "cache")
-    (directory,) = (p for p in (tmp_path / "cache" / "tokens").iterdir() if p.is_dir())
+    copy = tmp_path / corpus.name
     run, gate = tmp_path / "run", Gate(tmp_path / "run", 4)
     words = (*WORDS, f"data.num_workers={workers}")
-    process = start(Path(corpus), run, *words, ranks=ranks)
+    process = start(copy, run, *words, ranks=ranks)
     process.wait_for(gate.reached, "step 3")
-    DAMAGE[damage](directory)
+    DAMAGE[damage](tokens)
     gate.open()
     line = the_error(process.finish(2))
-    made = max(samples(run, 0))
+    made = max(rank_samples(run, 0))
     assert 3 <= made < STEPS  # the run still uses samples that are intact or already read
-    assert str(directory) in line
+    assert str(tokens) in line
     assert line.endswith(f"stopped after step {made}, saved")
     assert [path.name for path in list_checkpoints(run / "checkpoints")] == [f"step-{made:08d}"]
-    shutil.rmtree(directory, ignore_errors=True)
-    shutil.copytree(workplace / "cache" / "tokens" / directory.name, directory)
-    finish(Path(corpus), run, *words, ranks=ranks)
+    shutil.rmtree(tokens, ignore_errors=True)
+    shutil.copytree(corpus.parent / "cache" / "tokens" / tokens.name, tokens)
+    finish(copy, run, *words, ranks=ranks)
     for rank in range(ranks):
-        assert samples(run, rank) == samples(undisturbed(workplace, ranks), rank)
+        assert rank_samples(run, rank) == rank_samples(undisturbed(ranks), rank)
 
 
 @pytest.mark.parametrize("ranks", slow_but([2], [1, 2]))
-def test_damaged_training_tokens_stop_run_before_first_step(workplace, tmp_path, ranks):
-    corpus = shutil.copy(workplace / "corpus.jsonl", tmp_path)
-    shutil.copytree(workplace / "cache", tmp_path / "cache")
-    (directory,) = (p for p in (tmp_path / "cache" / "tokens").iterdir() if p.is_dir())
-    DAMAGE["train written over"](directory)
-    text = start(Path(corpus), tmp_path / "run", *WORDS, ranks=ranks).finish(2)
+def test_damaged_training_tokens_stop_run_before_first_step(corpus, tokens, tmp_path, ranks):
+    copy = tmp_path / corpus.name
+    DAMAGE["train written over"](tokens)
+    text = start(copy, tmp_path / "run", *WORDS, ranks=ranks).finish(2)
     assert "train-00000-00000.bin: damaged" in the_error(text)
     assert not list((tmp_path / "run").glob("checkpoints/*"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_damaged_heldout_tokens_stop_run_before_evaluation(workplace, tmp_path, ranks):
-    corpus = shutil.copy(workplace / "corpus.jsonl", tmp_path)
-    shutil.copytree(workplace / "cache", tmp_path / "cache")
-    (directory,) = (p for p in (tmp_path / "cache" / "tokens").iterdir() if p.is_dir())
+def test_damaged_heldout_tokens_stop_run_before_evaluation(
+    corpus, tokens, undisturbed, tmp_path, ranks
+):
+    copy = tmp_path / corpus.name
     run, gate = tmp_path / "run", Gate(tmp_path / "run", "heldout")
-    process = start(Path(corpus), run, *WORDS, ranks=ranks)
+    process = start(copy, run, *WORDS, ranks=ranks)
     process.wait_for(gate.reached, "the last evaluation")
-    DAMAGE["heldout cut off"](directory)
+    DAMAGE["heldout cut off"](tokens)
     gate.open()
     assert "heldout-00000-00000.bin: truncated" in the_error(process.finish(2))
-    shutil.rmtree(directory)
-    shutil.copytree(workplace / "cache" / "tokens" / directory.name, directory)
-    finish(Path(corpus), run, *WORDS, ranks=ranks)
+    shutil.rmtree(tokens)
+    shutil.copytree(corpus.parent / "cache" / "tokens" / tokens.name, tokens)
+    finish(copy, run, *WORDS, ranks=ranks)
     losses = [
-        json.loads((path / "summary.json").read_text(encoding="utf-8"))["heldout_loss"]
-        for path in (run, undisturbed(workplace, ranks))
+        read_json(path / "summary.json")["heldout_loss"] for path in (run, undisturbed(ranks))
     ]
     assert losses[0] == losses[1]

@@ -1,12 +1,12 @@
 """Counts of visible keys in runs with masked documents, and costs of runs: tokens and FLOPs."""
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from runs import planted_train
 from runs.command import ForkedRun, Gate, finish, metrics, overrides_of
+from runs.json_files import read_json, write_json
 from runs.one_rank import sign
 from runs.planted_train import Fault
 
@@ -21,6 +21,10 @@ from diffllm.model.attention.masks import Documents
 from diffllm.training import record
 
 BATCH, STEPS, PEAK = 8, 7, 1e12
+SETTINGS = (
+    *(f"global_batch_size={BATCH}", f"steps={STEPS}", "log_interval=4", "compile=false"),
+    *("checkpoint.interval=1000", "eval.interval=1000", "precision=fp32"),
+)
 MASKED = ("data.mask_documents=true", "data.packing=best_fit")
 INTERVALS = {1: (0, 1), 4: (1, 4), 7: (4, 7)}
 """Steps counted from 0 that a logged line covers, (first, last + 1), by the line's step."""
@@ -31,16 +35,12 @@ def main_with_known_peak(fault: Fault, words: list[str]) -> int:
     return planted_train.main(fault, words)
 
 
-def words(corpus: Path, run: Path, *more: str) -> list[str]:
-    return [
-        *overrides_of(corpus, run),
-        *(f"global_batch_size={BATCH}", f"steps={STEPS}", "log_interval=4", "compile=false"),
-        *("checkpoint.interval=1000", "eval.interval=1000", "precision=fp32", *more),
-    ]
+def masked_words(corpus: Path, run: Path, *more: str) -> list[str]:
+    return overrides_of(corpus, run, *SETTINGS, *more)
 
 
 def started(corpus: Path, run: Path, *more: str, ranks: int = 1) -> ForkedRun:
-    return ForkedRun(words(corpus, run, *more), ranks, run, main=main_with_known_peak)
+    return ForkedRun(masked_words(corpus, run, *more), ranks, run, main=main_with_known_peak)
 
 
 def keys_in_masks(overrides: list[str]) -> list[int]:
@@ -71,10 +71,7 @@ def assert_counted(run: Path, overrides: list[str], ranks: dict[int, int]) -> No
         flops = model.flops_per_token(means[line["step"]])
         expected = flops * line["perf/tokens_per_s"] / PEAK
         assert line["perf/mfu"] * ranks[line["step"]] == pytest.approx(expected, rel=1e-12)
-    summary, facts = (
-        json.loads((run / f"{name}.json").read_text(encoding="utf-8"))
-        for name in ("summary", "run")
-    )
+    summary, facts = (read_json(run / f"{name}.json") for name in ("summary", "run"))
     mean = sum(keys) / (STEPS * queries)
     assert 1 < mean < (cfg.seq_len + 1) / 2 - 1
     assert summary["visible_keys"] == mean
@@ -94,7 +91,7 @@ def test_visible_keys_metric_matches_reference_if_resume_changes_rank_count(corp
     assert "stopped by SIGTERM after step 5" in said or "after step 6" in said
     said = started(corpus, run, *MASKED).finish()
     assert "visible keys  " in said
-    assert_counted(run, words(corpus, run, *MASKED), {1: 2, 4: 2, 7: 1})
+    assert_counted(run, masked_words(corpus, run, *MASKED), {1: 2, 4: 2, 7: 1})
 
 
 @pytest.mark.slow
@@ -103,28 +100,28 @@ def test_visible_keys_metric_matches_reference(corpus, tmp_path, packing):
     run = tmp_path / "run"
     masked = ("data.mask_documents=true", f"data.packing={packing}", "micro_batch_size=1")
     started(corpus, run, *masked, ranks=2).finish()
-    assert_counted(run, words(corpus, run, *masked), dict.fromkeys(INTERVALS, 2))
+    assert_counted(run, masked_words(corpus, run, *masked), dict.fromkeys(INTERVALS, 2))
 
 
 def test_mfu_counts_flops_of_whole_sequences_if_document_mask_is_disabled(corpus, tmp_path):
     run = tmp_path / "run"
     started(corpus, run).finish()
-    flops = without_storage(load_config(words(corpus, run)).model).flops_per_token()
+    flops = without_storage(load_config(masked_words(corpus, run)).model).flops_per_token()
     for line in metrics(run):
         assert "data/visible_keys" not in line
         if "perf/mfu" in line:
             assert line["perf/mfu"] == flops * line["perf/tokens_per_s"] / 1 / PEAK
-    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    summary = read_json(run / "summary.json")
     assert (summary["visible_keys"], summary["flops_per_token"]) == (None, flops)
 
 
 def forget_costs(run: Path, step: int) -> None:
     """Remove the entries of state.json that older versions did not write."""
     checkpoint = run / "checkpoints" / f"step-{step:08d}"
-    state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+    state = read_json(checkpoint / "state.json")
     for name in ("tokens", "training_flops", "visible_keys"):
         del state["loop"][name]
-    (checkpoint / "state.json").write_text(json.dumps(state), encoding="utf-8")
+    write_json(checkpoint / "state.json", state)
     sign(checkpoint)
 
 
@@ -168,7 +165,8 @@ def test_costs_add_up_over_resumes_with_other_batches(corpus, tmp_path, batches,
         row = by_step[line["step"]]
         assert line["tokens"] == row["tokens"]
         assert line["training_flops"] == row["training_flops"]
-    flops_per_token = without_storage(load_config(words(corpus, run)).model).flops_per_token()
+    cfg = load_config(masked_words(corpus, run))
+    flops_per_token = without_storage(cfg.model).flops_per_token()
     if more:
         assert rows["training_flops"][-1] < flops_per_token * tokens[-1]
     else:
@@ -178,6 +176,6 @@ def test_costs_add_up_over_resumes_with_other_batches(corpus, tmp_path, batches,
     assert f"tokens        {tokens[-1]:,} in " in said
     assert load_run(run).summary["tokens"] == load_run(run).planned_tokens == tokens[-1]
     finish(corpus, tmp_path / "next", *common, "steps=2", f"resume=stage:{run}")
-    facts = json.loads((tmp_path / "next" / "run.json").read_text(encoding="utf-8"))
+    facts = read_json(tmp_path / "next" / "run.json")
     assert facts["previous"]["tokens"] == tokens[-1]
     assert np.load(tmp_path / "next" / "steps.npy")["tokens"].tolist() == [512, 1024]

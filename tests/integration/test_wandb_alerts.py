@@ -79,7 +79,7 @@ def test_cancel_tag_stops_all_ranks_after_checkpoint_without_requeue(
     server: WandbServer, corpus: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    words = [*overrides_of(corpus, run), *ONLINE, "steps=30", "wandb.cancel_tag=true"]
+    words = overrides_of(corpus, run, *ONLINE, "steps=30", "wandb.cancel_tag=true")
     gate = Gate(run, 4)
     process = ForkedRun(words, 2, run, main=requesting)
     process.wait_for(gate.reached, "gate")
@@ -108,7 +108,7 @@ def test_stall_of_other_rank_sends_one_alert(
     server: WandbServer, corpus: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    words = [*overrides_of(corpus, run), *ONLINE, "steps=30", "distributed.timeout=12"]
+    words = overrides_of(corpus, run, *ONLINE, "steps=30", "distributed.timeout=12")
     process = ForkedRun(words, 2, run, Fault("hang", 1, 8))
     assert process.codes() == [1, 1]
     (alert,) = only_run(server).alerts

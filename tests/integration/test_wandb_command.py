@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import yaml
 from runs.command import ROOT, changes, metrics, refusal_of, snapshot, tool, train
 from runs.written import write_run
 from wandb_file import OfflineRun
-from wandb_server import HISTORY, StoredRun, WandbServer
+from wandb_server import HISTORY, StoredRun
 
 from diffllm.config.saved import load_run_config
 from diffllm.metrics.history import history
@@ -23,13 +22,6 @@ def environment(environment: dict[str, str], tmp_path: Path) -> dict[str, str]:
     """Return the environment of commands without variables of wandb."""
     others = {name: value for name, value in environment.items() if not name.startswith("WANDB_")}
     return others | {"HOME": str(tmp_path), "WANDB_ERROR_REPORTING": "false"}
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[WandbServer]:
-    server = WandbServer()
-    yield server
-    server.close()
 
 
 VARIABLES = {
@@ -202,23 +194,25 @@ def steps_of(stored: StoredRun) -> list[int]:
 
 
 @pytest.mark.slow
-def test_online_command_repairs_run_and_gaps_with_new_wandb_runs(tmp_path, environment, server):
+def test_online_command_repairs_run_and_gaps_with_new_wandb_runs(
+    tmp_path, environment, wandb_server
+):
     sweep = tmp_path / "s"
     for name in ("standard", "gated"):
         write_run(sweep / name, f"attention={name}", facts={"wandb_id": name})
     words = ["wandb", "sweep=s", "mode=online", "--json"]
-    variables = environment | server.variables(tmp_path)
+    variables = environment | wandb_server.variables(tmp_path)
     first = tool(words, tmp_path, variables)
     assert first.code == 0, first.err
     gaps = (sweep / ".wandb-id").read_text(encoding="utf-8").strip()
-    assert {*server.runs} == {"standard", "gated", gaps}
-    assert server.runs["gated"].facts["groupName"] == "gated"
+    assert {*wandb_server.runs} == {"standard", "gated", gaps}
+    assert wandb_server.runs["gated"].facts["groupName"] == "gated"
     expected = [line["step"] for line in history(sweep / "gated", 10**6)]
-    assert steps_of(server.runs["gated"]) == expected
-    assert server.runs["gated"].summary["heldout_loss"] == 4.0
+    assert steps_of(wandb_server.runs["gated"]) == expected
+    assert wandb_server.runs["gated"].summary["heldout_loss"] == 4.0
 
-    lines = server.runs["gated"].files[HISTORY]
-    server.runs["gated"].files[HISTORY] = damaged = [lines[0], lines[0], lines[2]]
+    lines = wandb_server.runs["gated"].files[HISTORY]
+    wandb_server.runs["gated"].files[HISTORY] = damaged = [lines[0], lines[0], lines[2]]
     second = tool(words, tmp_path, variables)
     assert second.code == 0, second.err
     content = json.loads(second.out)
@@ -226,16 +220,16 @@ def test_online_command_repairs_run_and_gaps_with_new_wandb_runs(tmp_path, envir
         former = gaps if written["run"] == "s" else Path(written["run"]).name
         assert written["replaces"] == former
         assert f"; delete the former run {former} in wandb" in second.err
-        assert steps_of(server.runs[written["id"]]) in (expected, [0])
+        assert steps_of(wandb_server.runs[written["id"]]) in (expected, [0])
         assert written["url"].endswith(written["id"])
-    assert server.runs["gated"].files[HISTORY] == damaged
+    assert wandb_server.runs["gated"].files[HISTORY] == damaged
     third = json.loads(tool([*words[:1], "run=s/gated", *words[2:]], tmp_path, variables).out)
     newest = {Path(written["run"]).name: written["id"] for written in content["runs"]}
     assert [written["replaces"] for written in third["runs"]] == [newest["gated"]]
     (gaps_run,) = content["gaps"]
     assert (sweep / ".wandb-id").read_text(encoding="utf-8").strip() == gaps_run["id"]
-    # `wandb sync` would append to the run on the server, so an offline run has a new id.
-    assert offline(sweep / "gated", variables).header.run_id not in server.runs
+    # `wandb sync` would append to the run on the wandb_server, so an offline run has a new id.
+    assert offline(sweep / "gated", variables).header.run_id not in wandb_server.runs
 
 
 REFUSALS = [
@@ -253,13 +247,13 @@ REFUSALS = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("operation", "status", "message", "advice"), REFUSALS)
 def test_command_with_refusing_server_fails_with_advice(
-    tmp_path, environment, server, operation, status, message, advice
+    tmp_path, environment, wandb_server, operation, status, message, advice
 ):
-    variables = environment | server.variables(tmp_path) | {"WANDB_INIT_TIMEOUT": "3"}
+    variables = environment | wandb_server.variables(tmp_path) | {"WANDB_INIT_TIMEOUT": "3"}
     if operation:
-        server.refusals[operation] = (status, message)
+        wandb_server.refusals[operation] = (status, message)
     else:
-        server.close()
+        wandb_server.close()
     run = write_run(tmp_path / "a", "attention=gated", facts={"wandb_id": "x"})
     offline_run = run / "wandb" / "offline-run-20260101_000000-x"
     offline_run.mkdir(parents=True)

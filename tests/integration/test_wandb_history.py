@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from runs import planted_train
 from runs.command import PERF, ForkedRun, Gate, metrics, overrides_of, start, tool
+from runs.json_files import read_json
 from runs.planted_train import Fault
 from wandb_server import HISTORY, StoredRun, WandbServer
 
@@ -64,7 +65,7 @@ def assert_unfinished(stored: StoredRun, step: int) -> None:
 
 
 def wandb_id(run: Path) -> str:
-    return json.loads((run / "run.json").read_text(encoding="utf-8"))["wandb_id"]
+    return read_json(run / "run.json")["wandb_id"]
 
 
 def assert_complete(server: WandbServer, run: Path, first: int = 1) -> None:
@@ -237,7 +238,7 @@ def test_late_refusal_of_wandb_records_id_of_offline_run(
     shutil.rmtree(run / "wandb")
     server.away = True
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "3")
-    words = [*overrides_of(corpus, run), *ONLINE]
+    words = overrides_of(corpus, run, *ONLINE)
     output = ForkedRun(words, main=main_without_wait).finish()
     assert wandb_id(run) != online_id
     server.away = False

@@ -1,6 +1,5 @@
 """wandb in complete runs: content of an offline run, and a killed service."""
 
-import json
 import os
 import shutil
 import signal
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from runs.command import Gate, descendants, finish, metrics, start, train, unfinish
+from runs.json_files import read_json, write_json
 from wandb.proto.wandb_internal_pb2 import RunRecord
 from wandb_file import OfflineRun, covers
 
@@ -61,12 +61,12 @@ def test_offline_wandb_run_matches_saved_config_and_metrics(directory, corpus, m
     for name in names:
         (pattern,) = [metric.name for metric in METRICS if covers(metric.name, name)]
         assert found.metrics[pattern].step_metric == "tokens"
-    final = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    final = read_json(run / "summary.json")
     for name in ("loss", "bits_per_byte", "tokens", "documents"):
         assert found.summary[f"heldout_{name}"] == final[f"heldout_{name}"]
 
     header, config = found.header, found.config
-    facts = json.loads((run / "run.json").read_text(encoding="utf-8"))
+    facts = read_json(run / "run.json")
     assert {name: config[name] for name in facts} == facts
     assert config["parameters"] > 1000
     saved = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
@@ -104,7 +104,7 @@ def test_training_continues_after_wandb_service_is_killed(directory, corpus):
     assert len(said) == 1, output
     assert "wandb stopped working, training continues" in said[0]
     assert [line["step"] for line in metrics(run)] == list(range(1, 13))
-    assert json.loads((run / "summary.json").read_text(encoding="utf-8"))["steps"] == 12
+    assert read_json(run / "summary.json")["steps"] == 12
 
 
 SHARED = {"WANDB_NAME": "one-name", "WANDB_RUN_ID": "one-id", "WANDB_RUN_GROUP": "one-group"}
@@ -129,9 +129,7 @@ def test_resumed_run_keeps_wandb_id_of_first_start(tmp_path, corpus, monkeypatch
     (second,) = headers(run)
     assert [first.run_id, second.run_id] == ["one-id", "one-id"]
     assert [first.display_name, second.display_name] == ["one-name", "mine"]
-    recorded = json.loads((run / "run.json").read_text(encoding="utf-8"))["environment"][
-        "variables"
-    ]
+    recorded = read_json(run / "run.json")["environment"]["variables"]
     assert recorded["WANDB_RUN_GROUP"] == second.run_group == "one-group"
 
 
@@ -175,15 +173,15 @@ def test_resumed_runs_of_extended_sweep_keep_recorded_groups(swept, tmp_path, ti
     }
     for name, group in recorded.items():
         file = sweep / name / "run.json"
-        facts = json.loads(file.read_text(encoding="utf-8"))
+        facts = read_json(file)
         assert facts["wandb_group"] == facts["environment"]["variables"]["DIFFLLM_WANDB_GROUP"]
         facts["wandb_group"] = group
         if group is None:  # as in a run of an older version
             del facts["wandb_group"]
-        file.write_text(json.dumps(facts), encoding="utf-8")
+        write_json(file, facts)
         shutil.rmtree(sweep / name / "wandb")
         unfinish(sweep / name, 4)
-    former_id = json.loads((sweep / first_steps / "run.json").read_text("utf-8"))["wandb_id"]
+    former_id = read_json(sweep / first_steps / "run.json")["wandb_id"]
     shutil.rmtree(sweep / first_steps / "checkpoints")
     (sweep / first_steps / "saved.json").unlink()
     words = sweep_words(tiny, "1e-3,3e-3,1e-2", "0,1")

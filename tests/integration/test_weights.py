@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import json
 import shlex
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from runs.command import (
     train,
     unfinish,
 )
+from runs.json_files import read_json
 from tiers import slow_but
 
 from diffllm.cli import main
@@ -58,7 +58,7 @@ def weights_of(path: Path) -> str:
 
 
 def heldout(run: Path) -> float:
-    return json.loads((run / "summary.json").read_text(encoding="utf-8"))["heldout_loss"]
+    return read_json(run / "summary.json")["heldout_loss"]
 
 
 SOURCES = [("run", 1), ("checkpoint", 2), ("export", 2), ("import", 1), ("converted", 1)]
@@ -72,7 +72,7 @@ def test_resume_from_weights_accepts_every_kind_of_source(corpus, sources, tmp_p
     assert heldout(tmp_path / "run") == pytest.approx(heldout(sources["run"]), abs=1e-5)
     variant = "diff_v2" if name == "converted" else "standard"
     assert f"{variant} / tiny" in said
-    facts = json.loads((tmp_path / "run" / "run.json").read_text(encoding="utf-8"))["weights"]
+    facts = read_json(tmp_path / "run" / "run.json")["weights"]
     steps = {"run": 4, "checkpoint": 4, "export": None, "import": 0, "converted": 0}
     assert facts["step"] == steps[name]
     assert "optimizer and data start from the beginning" in said
@@ -105,7 +105,7 @@ def test_training_from_weights_of_run_matches_training_from_export(corpus, sourc
     unfinish(tmp_path / "export", 4)
     assert "resumes from step 2" in finish(corpus, tmp_path / "export", *words)
     assert metric_lines(tmp_path / "export") == before
-    assert "weights" in json.loads((tmp_path / "export" / "run.json").read_text(encoding="utf-8"))
+    assert "weights" in read_json(tmp_path / "export" / "run.json")
 
 
 def test_resume_from_weights_uses_saved_model_config_by_default(
@@ -161,7 +161,7 @@ NO_FITS = {
 def test_train_refuses_missing_or_unsuitable_weights(environment, corpus, sources, tmp_path, what):
     resume, words, said = NO_FITS[what]
     words = [*WORDS, f"resume={resume.format(**sources)}", *words]
-    ended = train([*overrides_of(corpus, tmp_path / "run"), *words], tmp_path, environment)
+    ended = train(overrides_of(corpus, tmp_path / "run", *words), tmp_path, environment)
     assert ended.code == 2, ended
     assert said.format(**sources) in ended.err.splitlines()[-1]
     assert ended.err.count("error: ") == 1, ended
@@ -173,7 +173,7 @@ MATCHED = (*EVERY_STEP, "attention=diff_v2", "model.init_match=write")
 
 
 def factors(run: Path) -> list[float]:
-    return json.loads((run / "run.json").read_text(encoding="utf-8"))["init_match"]
+    return read_json(run / "run.json")["init_match"]
 
 
 @pytest.mark.slow

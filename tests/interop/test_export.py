@@ -1,6 +1,5 @@
 """An export in transformers, without diffllm, computes the same as the model of the run."""
 
-import json
 import os
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from exported_runs import CASES
+from runs.json_files import read_json, write_json
 from tiers import slow_but
 
 import diffllm
@@ -21,7 +21,7 @@ PYTHON = os.environ.get("TRANSFORMERS_PYTHON", sys.executable)
 """Interpreter that reads exports; `make test-transformers` sets another interpreter."""
 FOREIGN = [name for name, (architecture, _) in CASES.items() if "DiffLLM" not in architecture]
 OTHER_VERSION = pytest.mark.skipif(
-    PYTHON == sys.executable, reason="all cases contain these; run make test-transformers"
+    sys.executable == PYTHON, reason="all cases contain these; run make test-transformers"
 )
 TEXT = "def f(x):\n    return  \u2581x </s> é\U0001f600\n"
 
@@ -52,7 +52,7 @@ def test_transformers_reproduces_logits_and_tokens_of_exported_run(make_run, tmp
         mine.append({"logits": model(ids), "greedy": greedy, "tokens": tokenizer.encode(TEXT)})
         directory = str(tmp_path / "hf" / name)
         requests.append({"directory": directory, "ids": ids.tolist(), "new": new, "text": TEXT})
-    (tmp_path / "requests.json").write_text(json.dumps(requests), encoding="utf-8")
+    write_json(tmp_path / "requests.json", requests)
     script = str(Path(__file__).with_name("reading.py"))
     command = [PYTHON, script, str(tmp_path / "requests.json"), str(tmp_path / "out.pt")]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, encoding="utf-8")
@@ -76,9 +76,9 @@ def test_transformers_reproduces_logits_and_tokens_of_exported_run(make_run, tmp
 def test_export_without_rope_parameters_key_reproduces_logits_of_run(make_run, tmp_path, name):
     run, out = make_run(name, *CASES[name][1]), tmp_path / "hf"
     assert main(["export", f"run={run}", f"out={out}"]) == 0
-    config = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    config = read_json(out / "config.json")
     del config["rope_parameters"]  # transformers 4 ignores this key
-    (out / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    write_json(out / "config.json", config)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
     ids = torch.randint(2, 400, (2, 48), generator=torch.Generator().manual_seed(0))
     ours = diffllm.load_model(run)[0](ids)

@@ -13,6 +13,7 @@ import torch
 from damage import damaged, edited, outcome, try_all
 from hypothesis import given
 from hypothesis import strategies as st
+from runs.json_files import write_json
 from safetensors.torch import save_file
 
 from diffllm.checkpoint.hf.config_json import VALUE_TYPES, model_of
@@ -95,9 +96,7 @@ def test_invalid_value_in_config_json_raises_error_with_key_name(key, value, sai
 def write(directory: Path, found: Layout, **changes: Any) -> Path:
     """Write a model directory with tensors of ones."""
     directory.mkdir()
-    (directory / "config.json").write_text(
-        json.dumps({**config_of(found), **changes}), encoding="utf-8"
-    )
+    write_json(directory / "config.json", {**config_of(found), **changes})
     ours = dict(without_storage(model_of(config_of(found))[1]).named_parameters())
     shapes = {tensor.name: tensor.of(ours).shape for tensor in found.exported}
     save_file({n: torch.ones(s) for n, s in shapes.items()}, directory / "model.safetensors")

@@ -1,6 +1,5 @@
 """Import of models of transformers, export after import, and conversion to DIFF V2 and back."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from exported_runs import CASES, MIXTURE
+from runs.json_files import read_json, write_json
 from safetensors.torch import load_file, save_file
 from tiers import slow_but
 from torch import Tensor
@@ -92,18 +92,19 @@ def test_import_reads_sharded_files_and_bf16_parameters(tmp_path, tokenizer, opt
     torch.testing.assert_close(ours(IDS), theirs(IDS).logits, rtol=0, atol=2e-5)
 
 
-def test_commands_print_model_name_and_unknown_corpus_of_imported_run(tmp_path, tokenizer, capsys):
+def test_commands_print_model_name_and_unknown_corpus_of_imported_run(
+    tmp_path, tokenizer, output_of
+):
     saved("llama", tmp_path / "my llama", tokenizer)
     run, two = tmp_path / "run", tmp_path / "two"
-    assert main(["import", f"hf={tmp_path / 'my llama'}", f"out={run}"]) == 0
-    assert "my-llama: 0.08M parameters, standard" in capsys.readouterr().out
+    assert "my-llama: 0.08M parameters, standard" in output_of(
+        "import", f"hf={tmp_path / 'my llama'}", f"out={run}"
+    )
     assert main(["import", f"hf={run}", f"out={two}", "attention=diff_v2"]) == 0
     for path in (run, two):
         assert load_run_config(path).resolved.choices["model"] == "my-llama"
-        assert main(["count", f"resume=weights:{path}"]) == 0
-        assert "my-llama, seq_len" in capsys.readouterr().out
-    assert main(["evaluate", f"run={run}", "tasks=[icl]", "limit=2"]) == 0
-    said = capsys.readouterr().out
+        assert "my-llama, seq_len" in output_of("count", f"resume=weights:{path}")
+    said = output_of("evaluate", f"run={run}", "tasks=[icl]", "limit=2")
     assert said.startswith(f"{run}, step-00000000, trained on an unknown corpus\n")
     assert main(["report", str(run)]) == 0
     page = (run / "report.html").read_text(encoding="utf-8")
@@ -198,9 +199,7 @@ def test_perturb_argument_changes_only_second_query_head_of_each_pair(make_run, 
 
 def changed_config(directory: Path, **values: object) -> None:
     file = directory / "config.json"
-    file.write_text(
-        json.dumps({**json.loads(file.read_text(encoding="utf-8")), **values}), encoding="utf-8"
-    )
+    write_json(file, {**read_json(file), **values})
 
 
 def changed_tensors(directory: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
@@ -258,31 +257,28 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("what", slow_but(["rope", "missing", "cut", "pickle"], SPOILT))
 def test_import_of_damaged_model_directory_prints_a_single_error_line(
-    tmp_path, tokenizer, capsys, what
+    tmp_path, tokenizer, error_of, what
 ):
     source = tmp_path / "hf"
     saved("llama", source, tokenizer)
     spoil, said = SPOILT[what]
     spoil(source)
-    capsys.readouterr()
-    assert main(["import", f"hf={source}", f"out={tmp_path / 'out'}"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1, error
+    error = error_of("import", f"hf={source}", f"out={tmp_path / 'out'}")
     assert said in error
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
 
 
 def test_import_refuses_tokenizer_larger_than_model_vocabulary(
-    tmp_path, tokenizer, capsys, monkeypatch
+    tmp_path, tokenizer, error_of, monkeypatch
 ):
     monkeypatch.setitem(SMALL, "vocab_size", 300)
     saved("llama", tmp_path / "hf", tokenizer)
-    assert main(["import", f"hf={tmp_path / 'hf'}", f"out={tmp_path / 'out'}"]) == 2
-    assert "400 tokens, but vocab_size in config.json is 300" in capsys.readouterr().err
+    assert "400 tokens, but vocab_size in config.json is 300" in error_of(
+        "import", f"hf={tmp_path / 'hf'}", f"out={tmp_path / 'out'}"
+    )
 
 
-def test_import_prints_error_for_invalid_arguments(make_run, tmp_path, capsys):
+def test_import_prints_error_for_invalid_arguments(make_run, tmp_path, error_of):
     run = make_run("two", "attention=diff_v2")
     out = f"out={tmp_path / 'out'}"
     for words, said in (
@@ -292,8 +288,6 @@ def test_import_prints_error_for_invalid_arguments(make_run, tmp_path, capsys):
         ([f"hf={run}", out, "attention=gated"], "attention=gated must be one of"),
         ([f"hf={run}", out, "perturb=0.1"], "perturb=0.1 is only supported with attention=diff_v2"),
     ):
-        assert main(["import", *words]) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("error: ")
+        error = error_of("import", *words)
         assert said in error
     assert sorted(p.name for p in tmp_path.iterdir()) == ["two"]

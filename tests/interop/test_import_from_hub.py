@@ -1,6 +1,5 @@
 """Import from a hub downloads files of one commit, without code and pickle files."""
 
-import json
 import os
 import subprocess
 import sys
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs.json_files import read_json
 
 import diffllm
 from diffllm.cli import main
@@ -43,7 +43,7 @@ def test_import_from_hub_downloads_no_code_or_pickle_file(make_run, tmp_path, re
             assert ended.stderr.count("\n") == 1
         finally:
             server.kill()
-    facts = json.loads((tmp_path / "back-0" / "run.json").read_text(encoding="utf-8"))["imported"]
+    facts = read_json(tmp_path / "back-0" / "run.json")["imported"]
     assert (facts["from"], facts["revision"]) == (NAME, SHA)
     asked = (tmp_path / "log").read_text(encoding="utf-8")
     assert "modeling_diffllm.py" not in asked

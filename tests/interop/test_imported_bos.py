@@ -1,10 +1,10 @@
 """An imported model keeps the BOS of its tokenizer in prompts; training data contains no BOS."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
+from runs.json_files import read_json, write_json
 from test_import import saved
 from tokenizer_kinds import BOS, EOS, KINDS, LINES, UNK, differing_texts
 
@@ -34,13 +34,13 @@ def model_directory(request: pytest.FixtureRequest, tmp_path: Path, tokenizer: P
             "tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "bos_token": "<s>",
             "eos_token": "</s>",
         }  # fmt: skip
-        (place / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+        write_json(place / "tokenizer_config.json", config)
     return place
 
 
 @pytest.mark.fast_cases(1)
 @torch.no_grad()
-def test_imported_model_continues_prompts_like_transformers(model_directory, tmp_path, capsys):
+def test_imported_model_continues_prompts_like_transformers(model_directory, tmp_path, output_of):
     run, again = tmp_path / "run", tmp_path / "again"
     theirs = transformers.AutoTokenizer.from_pretrained(model_directory)
     model = transformers.AutoModelForCausalLM.from_pretrained(model_directory)
@@ -51,18 +51,17 @@ def test_imported_model_continues_prompts_like_transformers(model_directory, tmp
     options["suppress_tokens"] = list(range(380, 416))  # ids without a token
     continued = model.generate(**inputs, **options)
 
-    assert main(["import", f"hf={model_directory}", f"out={run}"]) == 0
-    said = capsys.readouterr().out
+    said = output_of("import", f"hf={model_directory}", f"out={run}")
     assert f"BOS: {theirs.bos_token}, before each text" in said
     assert f"EOS: {theirs.eos_token}, token {eos_id}\n" in said
-    facts = json.loads((run / "run.json").read_text(encoding="utf-8"))
+    facts = read_json(run / "run.json")
     assert facts["imported"]["bos_token"] == theirs.bos_token
     assert facts["eos_token"] == theirs.eos_token
     words = [f"prompt={PROMPT}", "temperature=0", "max_new_tokens=20"]
-    assert main(["generate", f"run={run}", *words]) == 0
     ours = diffllm.load_model(run)[1]
     # The library of transformers decodes incomplete characters to more U+FFFD.
-    assert capsys.readouterr().out == f"{printable(ours.decode(continued[0].tolist()), KEPT)}\n"
+    text = printable(ours.decode(continued[0].tolist()), KEPT)
+    assert output_of("generate", f"run={run}", *words) == f"{text}\n"
     settings = {"seed": 0, "examples": [2], "levels": [TASKS["icl"].levels(64)[0]]}
     for _, _, question in questions(TASKS["icl"], settings, ours, 10_000):
         assert question.context[0] == ours.start_id == ours.bos_id == bos_id
@@ -92,7 +91,7 @@ def test_run_from_imported_weights_prints_note_that_data_has_no_bos(
         f"puts the BOS '{BOS}' before each text; the training data contains no BOS"
         in capfd.readouterr().out
     )
-    facts = json.loads((tmp_path / "run" / "run.json").read_text(encoding="utf-8"))
+    facts = read_json(tmp_path / "run" / "run.json")
     assert (facts["weights"]["bos_token"], facts["eos_token"]) == (BOS, EOS)
     assert diffllm.load_model(imported)[1].bos_id == 0
     assert diffllm.load_model(tmp_path / "run")[1].bos_id is None
@@ -120,7 +119,7 @@ def test_imported_prefix_equals_tokens_that_transformers_puts_before_texts(
     for bos_config in ({}, {"bos_token": bos}, {"bos_token": added_token}):
         for added in ({}, {"add_bos_token": False}, {"add_bos_token": True}):
             config = {"tokenizer_class": class_name, "eos_token": eos, **bos_config, **added}
-            (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+            write_json(tmp_path / "tokenizer_config.json", config)
             theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
             ids = theirs(PROMPT)["input_ids"]
             start = ids.index(theirs(PROMPT, add_special_tokens=False)["input_ids"][0])
@@ -129,9 +128,8 @@ def test_imported_prefix_equals_tokens_that_transformers_puts_before_texts(
 
 
 @pytest.mark.parametrize("model_directory", ["bos"], indirect=True)
-def test_import_refuses_tokenizer_with_two_tokens_before_texts(model_directory, tmp_path, capsys):
+def test_import_refuses_tokenizer_with_two_tokens_before_texts(model_directory, tmp_path, error_of):
     KINDS["two_tokens"](model_directory)
-    assert main(["import", f"hf={model_directory}", f"out={tmp_path / 'run'}"]) == 2
-    error = capsys.readouterr().err
+    error = error_of("import", f"hf={model_directory}", f"out={tmp_path / 'run'}")
     assert f"the post-processor puts 2 tokens before each text ('{BOS}', '{UNK}')" in error
     assert not (tmp_path / "run").exists()

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from runs.json_files import read_jsonl, write_jsonl
 
 import diffllm
 from diffllm.data.tokenizer import Tokenizer
@@ -82,14 +83,12 @@ def write_tasks(directory: Path) -> None:
         content = json.dumps({**task, "dataset_kwargs": files})  # JSON is valid YAML
         (directory / f"{task['task']}.yaml").write_text(content, encoding="utf-8")
     for name, rows in ROWS.items():
-        (directory / f"{name}.jsonl").write_text(
-            "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
-        )
+        write_jsonl(directory / f"{name}.jsonl", rows)
 
 
 def samples(directory: Path, task: str) -> list[dict[str, Any]]:
     (file,) = directory.rglob(f"samples_{task}_*.jsonl")
-    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    lines = read_jsonl(file)
     return sorted(lines, key=lambda line: line["doc_id"])
 
 

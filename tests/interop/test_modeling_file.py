@@ -1,13 +1,13 @@
 """The modelling file supports the features of transformers with equal results: all attention
 implementations, continuous batching, torch.export and compilation."""
 
-import json
 import subprocess
 import sys
 
 import pytest
 import torch
 from exported_runs import CASES
+from runs.json_files import read_json
 from tiers import slow_but
 from torch import nn
 
@@ -289,7 +289,7 @@ def test_modeling_file_raises_value_error_for_unsupported_rope_settings(rope, sa
 def test_modeling_file_raises_import_error_if_transformers_is_too_old(opened, tmp_path):
     opened("diff_v2")
     directory = tmp_path / "hf" / "diff_v2"
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    config = read_json(directory / "config.json")
     assert config["transformers_version"] == "5.4.0"
     code = (
         "import sys, transformers; transformers.__version__ = '5.3.1'; "

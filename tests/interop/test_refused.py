@@ -8,29 +8,20 @@ from diffllm.cli import main
 pytest.importorskip("transformers", "5")
 
 
-def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    capsys.readouterr()
-    assert main(words) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1, error
-    return error
-
-
-def test_export_and_import_leave_no_files_if_disk_is_full(make_run, tmp_path, capsys):
+def test_export_and_import_leave_no_files_if_disk_is_full(make_run, tmp_path, error_of):
     run = make_run("run", "attention=diff_v2")
     assert main(["export", f"run={run}", f"out={tmp_path / 'hf'}"]) == 0
     needed = sum(file.stat().st_size for file in (tmp_path / "hf").iterdir()) // 1024
     for size in (4, 64, needed // 2, needed - 8):
         with small_disk(tmp_path / f"disk-{size}", f"{size}k") as disk:
             for command, source in (("export", f"run={run}"), ("import", f"hf={tmp_path / 'hf'}")):
-                error = refused([command, source, f"out={disk / 'out'}"], capsys)
+                error = error_of(command, source, f"out={disk / 'out'}")
                 assert f"out={disk / 'out'} cannot be written: " in error
                 assert "No space left" in error or "os error 28" in error.lower(), error
                 assert list(disk.iterdir()) == []
 
 
-def test_export_command_prints_error_for_invalid_arguments(make_run, tmp_path, capsys):
+def test_export_command_prints_error_for_invalid_arguments(make_run, tmp_path, error_of):
     run, out = make_run("run", "attention=diff_v2"), f"out={tmp_path / 'hf'}"
     (tmp_path / "file").write_text("", encoding="utf-8")
     for words, said in (
@@ -41,10 +32,10 @@ def test_export_command_prints_error_for_invalid_arguments(make_run, tmp_path, c
         ([f"run={run}", out, "format=gguf"], "format=gguf is unknown"),
         ([f"run={run}", out, "max_shard_size=0"], "must be a size above 0"),
     ):
-        assert said in refused(["export", *words], capsys)
+        assert said in error_of("export", *words)
     (run / "tokenizer.model").write_bytes(b"no model")
-    assert "tokenizer.model: not a valid sentencepiece model" in refused(
-        ["export", f"run={run}", out], capsys
+    assert "tokenizer.model: not a valid sentencepiece model" in error_of(
+        "export", f"run={run}", out
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "run"]
 

@@ -1,7 +1,6 @@
 """vLLM serves exports with the log-probabilities of the run's model, under continuous batching,
 chunked prefill and prefix caching. `make test-vllm` creates the environment."""
 
-import json
 import os
 import random
 import subprocess
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from exported_runs import CASES
+from runs.json_files import read_json, write_json
 
 import diffllm
 from diffllm.cli import main
@@ -60,13 +60,13 @@ def test_log_probabilities_from_vllm_match_original_run(exported, tmp_path):
         {"directory": str(exported(name)), "prompts": asked, "compiled": name in COMPILED}
         for name in SERVED
     ]
-    (tmp_path / "requests.json").write_text(json.dumps(requests), encoding="utf-8")
+    write_json(tmp_path / "requests.json", requests)
     script = str(Path(__file__).with_name("serving.py"))
     command = [PYTHON, script, str(tmp_path / "requests.json"), str(tmp_path / "out.json")]
     with open(tmp_path / "said", "w", encoding="utf-8") as said:
         ended = subprocess.run(command, cwd=tmp_path, stdout=said, stderr=said)
     assert ended.returncode == 0, (tmp_path / "said").read_text(encoding="utf-8")[-3000:]
-    results = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    results = read_json(tmp_path / "out.json")
     room = {}
     for name, result in zip(SERVED, results, strict=True):
         model, _ = diffllm.load_model(tmp_path / name)

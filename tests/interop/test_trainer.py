@@ -1,12 +1,12 @@
 """Trainer of transformers trains exports, in a process without diffllm."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from exported_runs import CASES
+from runs.json_files import read_json
 
 from diffllm.cli import main
 
@@ -31,7 +31,7 @@ def test_transformers_trainer_reduces_loss_of_exported_model_in_ten_steps(make_r
     command = [sys.executable, script, *directories, str(out)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, encoding="utf-8")
     assert done.returncode == 0, done.stderr
-    for name, found in zip(TRAINED, json.loads(out.read_text(encoding="utf-8")), strict=True):
+    for name, found in zip(TRAINED, read_json(out), strict=True):
         losses = found["losses"]
         assert len(losses) == 10, name
         assert losses[-1] < losses[0] - 1, (name, losses)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import sentencepiece
+from runs.json_files import write_json
 from tokenizers import (
     AddedToken,
     Tokenizer,
@@ -78,9 +79,7 @@ def save_fast(
     )
     place.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(place / "tokenizer.json"))
-    (place / "tokenizer_config.json").write_text(
-        json.dumps({"bos_token": BOS, "eos_token": EOS}), encoding="utf-8"
-    )
+    write_json(place / "tokenizer_config.json", {"bos_token": BOS, "eos_token": EOS})
 
 
 def save_sentencepiece(place: Path, **options: Any) -> None:

@@ -1,12 +1,12 @@
 """launch/jobset.yaml: the command of its pods, and consistent numbers."""
 
-import json
 import subprocess
 from pathlib import Path
 
 import yaml
 from processes import PATIENCE_S
 from runs.command import ROOT
+from runs.json_files import read_json
 from test_launch_torchrun import AWKWARD, RECORD, environment_with, fake
 
 MANIFEST = ROOT / "launch" / "jobset.yaml"
@@ -38,7 +38,7 @@ def test_jobset_pod_passes_every_argument_to_torchrun(tmp_path: Path) -> None:
         timeout=PATIENCE_S,
     )
     assert done.returncode == 0
-    heard = json.loads(seen.read_text(encoding="utf-8"))
+    heard = read_json(seen)
     given = heard[heard.index("train") + 1 :]
     assert given == [f"run.dir={env['RUN_DIR']}", *pod["args"], *AWKWARD]
     assert "--nnodes=2" in heard

@@ -1,12 +1,12 @@
 """launch/slurm.sbatch: its srun command, and requeueing."""
 
-import json
 import subprocess
 from pathlib import Path
 
 import pytest
 from processes import PATIENCE_S
 from runs.command import ROOT
+from runs.json_files import read_json
 from test_launch_torchrun import AWKWARD, environment_with, fake
 
 SCRIPT = ROOT / "launch" / "slurm.sbatch"
@@ -33,10 +33,10 @@ def job(directory: Path, *words: str, code: int = 0, marker: bool = False, state
     )
     done = subprocess.run(["bash", SCRIPT, *words], env=env, cwd=directory, timeout=PATIENCE_S)
     asked = directory / "scontrol.json"
-    scontrol = json.loads(asked.read_text(encoding="utf-8")) if asked.exists() else None
+    scontrol = read_json(asked) if asked.exists() else None
     return (
         done.returncode,
-        json.loads((directory / "srun.json").read_text(encoding="utf-8")),
+        read_json(directory / "srun.json"),
         scontrol,
     )
 

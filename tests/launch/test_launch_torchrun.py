@@ -1,7 +1,6 @@
 """launch/torchrun.sh: arguments, exit codes, signals, and killed launchers."""
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -20,6 +19,7 @@ from runs.command import (
     steps_logged,
     wait_for,
 )
+from runs.json_files import read_json
 
 SCRIPT = ROOT / "launch" / "torchrun.sh"
 AWKWARD = [
@@ -60,7 +60,7 @@ def recorded(tmp_path: Path, script: Path, words: list[str], **variables: str) -
     seen = tmp_path / "seen.json"
     env = environment_with(tmp_path / "bin", SEEN=str(seen), **variables)
     subprocess.run([script, *words], env=env, cwd=tmp_path, check=True, timeout=PATIENCE_S)
-    return json.loads(seen.read_text(encoding="utf-8"))
+    return read_json(seen)
 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "launch").glob("*.s[hb]*")), ids=lambda p: p.name)
@@ -138,7 +138,7 @@ def test_torchrun_script_exits_with_75_only_if_requeue_marker_exists(
     env = environment_with(tmp_path / "bin", SEEN=str(seen), **variables)
     done = subprocess.run([SCRIPT, "seed=1"], env=env, timeout=PATIENCE_S)
     assert done.returncode == expected
-    given = json.loads(seen.read_text(encoding="utf-8"))
+    given = read_json(seen)
     assert given[given.index("train") + 1 :] == [f"run.dir={run}"] * named + ["seed=1"]
 
 
@@ -177,7 +177,7 @@ def test_workers_save_checkpoint_after_signal_to_torchrun_script(tmp_path):
     last = 0
     stops = ((signal.SIGTERM, "1", 0), (signal.SIGUSR1, "1", 0), (signal.SIGINT, "2", 130))
     for number, ranks, code in stops:
-        words = [*overrides_of(corpus, run), *SMALL]
+        words = overrides_of(corpus, run, *SMALL)
         process = started([SCRIPT, *words], NPROC_PER_NODE=ranks)
         wait_for(lambda: steps_logged(run)[last:], process, f"step after {last}")  # noqa: B023
         process.send_signal(number)

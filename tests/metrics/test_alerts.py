@@ -1,6 +1,5 @@
 """Alerts, the table of events and the tag `cancel` in wandb, with an injected clock."""
 
-import json
 import math
 import threading
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import wandb
 from processes import PATIENCE_S
+from runs.json_files import read_json
 from wandb_file import OfflineRun
 
 from diffllm.core.errors import ConfigError
@@ -133,7 +133,7 @@ def test_offline_run_has_table_of_newest_events_in_summary_and_no_line_or_alert(
     assert offline.summary["events_omitted"] == 4
     table = offline.summary["events"]
     path = offline.path.parent / "files" / table["path"]
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = read_json(path)
     assert content["columns"] == [
         "kind", "step", "tokens", "definition", "value", "height", "lr", "batch", "detail"
     ]  # fmt: skip

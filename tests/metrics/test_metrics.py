@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from disks import small_disk
+from runs.json_files import strict_json
 from wandb_file import examples
 
 from diffllm.core.errors import ConfigError
@@ -20,17 +21,10 @@ from diffllm.metrics.table import METRICS, metric_of
 from diffllm.model.objective import Term
 
 
-def strict(text: str) -> Any:
-    def refuse(name: str) -> None:
-        raise ValueError(f"{name} is not JSON")
-
-    return json.loads(text, parse_constant=refuse)
-
-
 def lines(path: Path) -> list[dict[str, Any]]:
     text = path.read_text(encoding="utf-8")
     assert text == "" or text.endswith("\n")
-    return [strict(line) for line in text.splitlines()]
+    return [strict_json(line) for line in text.splitlines()]
 
 
 def write(path: Path, steps: Iterator[int] | range, last_step: int = 0) -> None:

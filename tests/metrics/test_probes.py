@@ -7,10 +7,10 @@ import math
 
 import pytest
 import torch
-from runs.one_rank import gloo_group
+from runs.models import tiny_model
 from tiers import variant_cases
 
-from diffllm import build_model, load_config
+from diffllm import load_config
 from diffllm.config.compose import variants
 from diffllm.metrics.diagnostics import (
     DiagnosticsConfig,
@@ -22,22 +22,12 @@ from diffllm.model.rope import apply_rope
 from diffllm.model.stats import probe_at, probe_stats
 from diffllm.training.step import Due, due
 
+pytestmark = pytest.mark.usefixtures("gloo")
+
 LENGTH, END = 12, 7
 POSITIONS = torch.tensor([1, 4, 10])
 PROBED = {metric.quantity for metric in METRICS if metric.probe}
 COMMON = PROBED - {"lambda_head"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    with gloo_group():
-        yield
-
-
-def tiny(variant):
-    overrides = ["model=tiny", "model.init_std=0.3", "model.vocab_size=64", "data.vocab_size=64"]
-    cfg = load_config([*overrides, f"attention={variant}", f"seq_len={LENGTH}"])
-    return build_model(cfg.model)
 
 
 def rows(size=2):
@@ -98,7 +88,8 @@ def expected(attention, x, rope, mask, allowed):
 @torch.no_grad()
 @pytest.mark.parametrize(("variant", "masked"), variant_cases(variants(), [False, True]))
 def test_attention_statistics_match_plain_loop_reference(variant, masked):
-    model, tokens = tiny(variant), rows()
+    model = tiny_model(f"attention={variant}", f"seq_len={LENGTH}", "model.init_std=0.3")
+    tokens = rows()
     documents = Documents.of(tokens, END) if masked else None
     attention = model.layers[1].attention
     x = torch.randn(2, LENGTH, model.cfg.dim)
@@ -125,7 +116,8 @@ def test_attention_statistics_match_plain_loop_reference(variant, masked):
 
 @pytest.mark.parametrize("variant", ["standard", "diff_v1", "diff_v2"])
 def test_loss_is_unchanged_if_attention_statistics_are_collected(variant):
-    model, tokens = tiny(variant), rows()
+    model = tiny_model(f"attention={variant}", f"seq_len={LENGTH}", "model.init_std=0.3")
+    tokens = rows()
     plain = model.loss(tokens, tokens, diagnose=True)
     probed = model.loss(tokens, tokens, diagnose=True, probe=POSITIONS)
     heads = {"lambda_head"} if variant == "diff_v2" else set()

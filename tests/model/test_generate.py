@@ -24,10 +24,6 @@ def model(request):
     return shared_model(request.param)
 
 
-def tiny():
-    return shared_model("diff_v2")
-
-
 def prompts(rows=3, length=5):
     return torch.randint(0, 64, (rows, length)).tolist()
 
@@ -56,7 +52,7 @@ def test_greedy_generation_equals_repeated_full_forward_passes(model):
 
 
 def test_generate_accepts_empty_prompt_list_and_zero_new_tokens():
-    model, prompt = tiny(), prompts(1, 1)
+    model, prompt = shared_model("diff_v2"), prompts(1, 1)
     assert generate(model, prompt, 0) == prompt
     assert generate(model, prompt, 1, temperature=0) == [greedily(model, prompt[0], 1)]
     assert generate(model, [], 5) == []
@@ -66,11 +62,11 @@ def test_generate_accepts_empty_prompt_list_and_zero_new_tokens():
 def test_generate_raises_value_error_if_prompt_is_empty_or_too_long(length):
     unreadable = [1] * length
     with pytest.raises(ValueError, match=rf"prompt of {length} tokens: must have 1 to {SEQ_LEN}"):
-        generate(tiny(), [[1, 2], unreadable], 4)
+        generate(shared_model("diff_v2"), [[1, 2], unreadable], 4)
 
 
 def test_generated_tokens_do_not_depend_on_global_random_generator():
-    model, prompt = tiny(), prompts()
+    model, prompt = shared_model("diff_v2"), prompts()
     first = generate(model, prompt, 20, seed=3)
     torch.manual_seed(999)
     before = torch.get_rng_state()
@@ -81,7 +77,7 @@ def test_generated_tokens_do_not_depend_on_global_random_generator():
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_generate_draws_only_tokens_below_vocab_size(temperature):
-    model, prompt = tiny(), prompts(8)
+    model, prompt = shared_model("diff_v2"), prompts(8)
     free = generate(model, prompt, 20, temperature)
     kept = said(prompt, generate(model, prompt, 20, temperature, vocab_size=10))
     assert max(kept) == 9
@@ -122,7 +118,7 @@ def test_generate_uses_different_seeds_for_identical_prompts_in_batch(model):
 
 
 def test_stop_token_in_prompt_does_not_stop_generation():
-    model, prompt = tiny(), prompts(2)
+    model, prompt = shared_model("diff_v2"), prompts(2)
     free = generate(model, prompt, 8, temperature=0)
     unsaid = next(t for t in range(64) if t not in said(prompt, free))
     for row in prompt:

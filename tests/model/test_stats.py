@@ -4,26 +4,15 @@ import math
 
 import pytest
 import torch
-from runs.one_rank import gloo_group
+from runs.models import tiny_model
 from runs.ranks import run_ranks
 from tiers import families, slow_but
 
-from diffllm import build_model, load_config
 from diffllm.config.compose import variants
 from diffllm.metrics.diagnostics import reduce_stats
 from diffllm.model.stats import block_stats
 
-
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    with gloo_group():
-        yield
-
-
-def tiny(variant):
-    overrides = ["model=tiny", "model.init_std=0.2", "model.vocab_size=64", "data.vocab_size=64"]
-    cfg = load_config([*overrides, f"attention={variant}", "seq_len=16"])
-    return build_model(cfg.model)
+pytestmark = pytest.mark.usefixtures("gloo")
 
 
 def batch(size=4):
@@ -54,7 +43,7 @@ def test_kurtosis_equals_closed_form_for_known_distributions():
 
 @pytest.mark.parametrize("variant", slow_but(families(variants()), variants()))
 def test_diagnose_option_does_not_change_objective_or_gradients(variant):
-    model, (inputs, targets) = tiny(variant), batch()
+    model, (inputs, targets) = tiny_model(f"attention={variant}", "seq_len=16"), batch()
     plain, diagnosed = (model.loss(inputs, targets, diagnose=d) for d in (False, True))
     assert plain.stats == {}
     assert torch.equal(plain.objective, diagnosed.objective)

@@ -15,12 +15,7 @@ SMALL = ["model=tiny", "data.vocab_size=512", "seq_len=128", "compile=false"]
 LONGEST = "longest=true"
 
 
-def said(capsys, *words):
-    assert tools.main(["plan", *words]) == 0
-    return capsys.readouterr().out
-
-
-def as_json(capsys, *words):
+def plan_json(capsys, *words):
     assert tools.main(["plan", "--json", *words]) == 0
     out, progress = capsys.readouterr()
     simulated = [line.rpartition("=")[2] for line in progress.splitlines()]
@@ -34,7 +29,7 @@ def as_json(capsys, *words):
 @pytest.mark.slow
 def test_plan_json_contains_memory_communication_time_and_assumptions(capsys):
     fast = ("nvlink_gbs=1e9", "network_gbs=1e9")
-    out = as_json(
+    out = plan_json(
         capsys, *SMALL, "gpus=4", "gpus_per_node=2", "tokens=1e9", "mfu=0.5", *fast, LONGEST
     )
     memory, time = out["memory"], out["time"]
@@ -115,24 +110,24 @@ def test_first_line_of_plan_names_sequence_length_and_micro_batch(words, line):
 
 
 @pytest.mark.slow
-def test_planned_step_time_is_maximum_of_computation_and_communication(capsys):
+def test_planned_step_time_is_maximum_of_computation_and_communication(capsys, output_of):
     words = [*SMALL, "gpus=16", "tokens=1e9"]
-    time = as_json(capsys, *words, "mfu=0.5", "network_gbs=1e-3")["time"]
+    time = plan_json(capsys, *words, "mfu=0.5", "network_gbs=1e-3")["time"]
     assert time["communication_seconds"] > 10 * time["compute_seconds"]
     assert time["step_seconds"] == time["communication_seconds"]
     assert time["mfu"] == pytest.approx(0.5 * time["compute_seconds"] / time["step_seconds"])
     assert time["days"] == pytest.approx(1e9 / (16 * 128) * time["step_seconds"] / 86400)
-    assert f"MFU {time['mfu']:.2f}" in said(capsys, *words, "mfu=0.5", "network_gbs=1e-3")
+    assert f"MFU {time['mfu']:.2f}" in output_of("plan", *words, "mfu=0.5", "network_gbs=1e-3")
 
 
-def test_plan_command_prints_whether_config_fits_gpu_memory(capsys):
-    out = said(capsys, *SMALL, "gpus=2")
+def test_plan_command_prints_whether_config_fits_gpu_memory(output_of):
+    out = output_of("plan", *SMALL, "gpus=2")
     assert out.splitlines()[1].startswith("diff_v2 / tiny: ")
     assert LONGEST in out
     for text in ("fits H200", "mfu=0.4", "global_batch_size=2", "set tokens= for", "optimizer"):
         assert text in out
     assert "balanced" not in out
-    assert "assumed balanced" in said(capsys, "model=moe_tiny", *SMALL[1:], "gpus=2")
+    assert "assumed balanced" in output_of("plan", "model=moe_tiny", *SMALL[1:], "gpus=2")
 
 
 @pytest.mark.slow
@@ -166,11 +161,9 @@ def test_plan_command_prints_message_if_no_config_change_fits_memory(capsys):
         (["gpus=3", "global_batch_size=8"], "must be a multiple of 3, the number of ranks"),
     ],
 )
-def test_plan_command_prints_single_error_line_for_invalid_argument(words, message, capsys):
-    assert tools.main(["plan", *words]) == 2
-    error = capsys.readouterr().err
+def test_plan_command_prints_single_error_line_for_invalid_argument(words, message, error_of):
+    error = error_of("plan", *words)
     assert message in error
-    assert len(error.splitlines()) == 1
 
 
 def test_planned_time_of_collective_equals_closed_form():

@@ -4,4 +4,6 @@
 - `command`: forked command lines with streams, signals and planted faults, and real command lines.
 - `ranks`: call a function on several ranks over gloo.
 - `written`: write run directories without training.
+
+`json_files` reads and writes JSON files.
 """

@@ -41,6 +41,7 @@ from diffllm.checkpoint.manifest import read_state
 from diffllm.checkpoint.reader import load_tensors
 from diffllm.data.preparation.prepare import prepare
 from runs import planted_train
+from runs.json_files import read_jsonl, write_jsonl
 from runs.planted_train import ROOT, Fault
 from runs.ranks import forked
 
@@ -186,7 +187,7 @@ def said_files(ranks: int, directory: Path | None) -> list[str]:
 
 def start(corpus: Path, run: Path, *overrides: str, ranks: int = 1) -> ForkedRun:
     """Start a small run of train.py."""
-    return ForkedRun([*overrides_of(corpus, run), *overrides], ranks)
+    return ForkedRun(overrides_of(corpus, run, *overrides), ranks)
 
 
 def finish(corpus: Path, run: Path, *overrides: str, ranks: int = 1) -> str:
@@ -343,11 +344,23 @@ def trained_on(directory: Path) -> dict[tuple[str, int], list[tuple[object, ...]
     return seen
 
 
-def write_jsonl(path: Path, texts: Sequence[str], column: str = "text") -> Path:
+def rank_samples(run: Path, rank: int) -> dict[int, list[str]]:
+    """Return the samples of a rank in the last execution of each step."""
+    return {line["step"]: line["samples"] for line in read_jsonl(run / f"samples-{rank}.jsonl")}
+
+
+def step_samples(run: Path) -> dict[int, list[str]]:
+    """Return the sorted samples of all ranks in the last execution of each step."""
+    samples: dict[int, list[str]] = {}
+    for rank in range(len(list(run.glob("samples-*.jsonl")))):
+        for step, names in rank_samples(run, rank).items():
+            samples[step] = sorted([*samples.get(step, []), *names])
+    return samples
+
+
+def write_texts(path: Path, texts: Sequence[str], column: str = "text") -> Path:
     """Write {column: text, "n": index} for each text, as JSON lines."""
-    lines = [json.dumps({column: text, "n": i}) for i, text in enumerate(texts)]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
+    return write_jsonl(path, [{column: text, "n": i} for i, text in enumerate(texts)])
 
 
 def metrics(run: Path) -> list[dict[str, float]]:
@@ -379,11 +392,11 @@ def command_line(corpus: Path, run: Path, *overrides: str, ranks: int = 1) -> li
     launcher = [sys.executable]
     if ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return [*launcher, str(TRAIN), *overrides_of(corpus, run), *overrides]
+    return [*launcher, str(TRAIN), *overrides_of(corpus, run, *overrides)]
 
 
-def overrides_of(corpus: Path, run: Path) -> list[str]:
-    """Return overrides that make a run small."""
+def overrides_of(corpus: Path, run: Path, *more: str) -> list[str]:
+    """Return overrides that make a run small, and more overrides."""
     return [
         "data=files",
         f"data.paths=[{corpus}]",
@@ -399,6 +412,7 @@ def overrides_of(corpus: Path, run: Path) -> list[str]:
         "wandb.mode=disabled",
         "run.report=false",
         f"run.dir={run}",
+        *more,
     ]
 
 

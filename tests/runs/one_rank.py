@@ -5,7 +5,6 @@ with gloo_group():                                    # required by FSDP and DCP
     loop = resume(build(cfg, device), path / "checkpoints" / "step-00000003")
 """
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +31,7 @@ from diffllm.metrics.spikes import SpikeMonitor
 from diffllm.training.build import Training, build
 from diffllm.training.state import LoopState, continued, restore, save
 from diffllm.training.step import train_step
+from runs.json_files import write_json
 
 SMALL = [
     *("model=tiny", "seq_len=8", "global_batch_size=2", "model.dim=32", "model.ffn_dim=32"),
@@ -67,10 +67,11 @@ def trained_run(run: Path, overrides: list[str]) -> tuple[torch.Tensor, dict[str
     with torch.no_grad():
         logits = t.model(TOKENS)
     values = {**t.params, **t.model.router_state()}
-    return logits, {name: whole(value) for name, value in values.items()}
+    return logits, {name: unsharded(value) for name, value in values.items()}
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def unsharded(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor or of all shards of a DTensor."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
@@ -99,7 +100,7 @@ def write_checkpoint(directory: Path, step: int, **parts: object) -> Path:
     path.mkdir(parents=True)
     (path / ".metadata").write_bytes(b"no index")
     state = {"format": FORMAT, "step": step, "parameters": {}, "ranks": 1, "loop": loop_of(step)}
-    (path / "state.json").write_text(json.dumps({**state, **parts}), encoding="utf-8")
+    write_json(path / "state.json", {**state, **parts})
     sign(path)
     return path
 

@@ -35,6 +35,7 @@ from diffllm.data.prepared import TokenData
 from diffllm.data.tokenizer import Tokenizer, tokenizer_in
 from diffllm.metrics.steps import STEP_DTYPE, StepsFile
 from diffllm.model import Transformer
+from runs.json_files import read_json, write_json, write_jsonl
 
 if TYPE_CHECKING:
     from diffllm.evaluation.evaluation import Subject
@@ -202,14 +203,13 @@ def runs_in(root: Path) -> list[Run]:
 
 def write_lines(run: Path, lines: list[dict[str, Any]]) -> None:
     """Write metrics.jsonl."""
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (run / "metrics.jsonl").write_text(text, encoding="utf-8")
+    write_jsonl(run / "metrics.jsonl", lines)
 
 
 def edit_json(file: Path, **values: Any) -> None:
     """Replace or add values of a JSON object in a file."""
-    content = json.loads(file.read_text(encoding="utf-8"))
-    file.write_text(json.dumps({**content, **values}), encoding="utf-8")
+    content = read_json(file)
+    write_json(file, {**content, **values})
 
 
 def edit_text(file: Path, old: str, new: str) -> None:
@@ -354,7 +354,7 @@ def write_untrained(run: Path, cfg: TrainConfig, model: Transformer, facts: dict
     """Write a run with config, facts and model, but without metrics and tokenizer."""
     run.mkdir(parents=True)
     (run / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(cfg)), encoding="utf-8")
-    (run / "run.json").write_text(json.dumps(facts), encoding="utf-8")
+    write_json(run / "run.json", facts)
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     tensors = {**parameters, **model.router_state()}
     write_parameters(run / "checkpoints", tensors, list(parameters))

@@ -70,18 +70,17 @@ def test_train_command_refuses_model_that_cannot_fit_and_writes_nothing(ranks, t
     assert not (tmp_path / "run").exists()
 
 
-def test_sweep_and_study_are_refused_before_start_if_a_run_cannot_fit(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_sweep_and_study_are_refused_before_start_if_a_run_cannot_fit(workplace, monkeypatch):
     (overrides, _) = split_overrides([*HUGE, "run.sweep=mine", "seed=0,1"])
     with pytest.raises(ConfigError, match="does not fit into memory"):
         plan_sweep(overrides, 1, ranks_here=1)
-    assert not (tmp_path / "outputs").exists()
+    assert not (workplace / "outputs").exists()
     rule = "{kind: difference, arm: v2, against: half, below: 0.0}"
-    study = study_file(tmp_path / "study.yaml", rule)
-    assert not check_study_runs(study, tmp_path / "out", 1, ranks_here=1)
+    study = study_file(workplace / "study.yaml", rule)
+    assert not check_study_runs(study, workplace / "out", 1, ranks_here=1)
     monkeypatch.setattr(memory, "machine_memory", lambda: 1)
     with pytest.raises(ConfigError, match=r"arm standard: .* does not fit into memory"):
-        check_study_runs(study, tmp_path / "out", 1, ranks_here=1)
+        check_study_runs(study, workplace / "out", 1, ranks_here=1)
 
 
 UNLIMITED = 2**63 - 4096

@@ -4,12 +4,13 @@ from statistics import mean
 
 import pytest
 import torch
-from runs.one_rank import gloo_group
 from test_variants_train import batch
 
 from diffllm.config import load_config
 from diffllm.training.build import build
 from diffllm.training.step import Due, train_step
+
+pytestmark = pytest.mark.usefixtures("gloo")
 
 CPU = torch.device("cpu")
 SEQ_LEN, BATCH, EXPERTS, TOP_K, LAYERS = 64, 8, 8, 2, 2
@@ -18,13 +19,6 @@ BASE = [
     *("model.vocab_size=256", "data.vocab_size=256", f"seq_len={SEQ_LEN}", "precision=fp32"),
     *(f"global_batch_size={BATCH}", "steps=50", "optim.lr=6e-3", "optim.warmup_steps=5"),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    torch.set_num_threads(1)
-    with gloo_group():
-        yield
 
 
 def micro_batches(cfg, step):

@@ -7,6 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from runs.one_rank import unsharded
 from runs.ranks import run_ranks
 from tiers import slow_but
 
@@ -110,14 +111,6 @@ def batch(step, cfg):
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def tensors(t):
-    full = {
-        name: value.full_tensor() if hasattr(value, "full_tensor") else value
-        for name, value in t.tensors().items()
-    }
-    return {name: value.clone().numpy() for name, value in full.items()}
-
-
 @cache
 def config(variant, *extra):
     return load_config(
@@ -152,7 +145,7 @@ def train_with(fault, mode, variant, *extra, left_out=None):
         injected.objective, injected.nll = fault if step == BAD else (1.0, 1.0)
         out = train_step(t, iter([batch(step, cfg)]), step)
         flags.append(out.skipped.item())
-        states.append(tensors(t))
+        states.append({name: unsharded(value).numpy() for name, value in t.tensors().items()})
     return flags, states
 
 

@@ -1,6 +1,5 @@
 """Run directories: names, comparison with the existing run, and protection of foreign files."""
 
-import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
@@ -10,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from processes import PATIENCE_S, call_together, wait_until
+from runs.command import snapshot
+from runs.json_files import write_json
 from runs.one_rank import write_checkpoint
 from tiers import families, slow_but
 
@@ -41,30 +42,15 @@ def tiny(*overrides: str) -> TrainConfig:
 
 
 @pytest.fixture
-def tokenizer(tmp_path: Path) -> Path:
-    path = tmp_path / "source.model"
-    path.write_bytes(b"pieces")
-    return path
-
-
-@pytest.fixture
-def begun(tmp_path: Path, tokenizer: Path) -> Path:
+def begun(tmp_path: Path, source_tokenizer: Path) -> Path:
     """Return the directory of a run with one logged step and one checkpoint."""
     directory = RunDirectory(tmp_path / "run", tiny())
     directory.check()
-    directory.begin(tokenizer)
+    directory.begin(source_tokenizer)
     (directory.path / "metrics.jsonl").write_text('{"step": 1}\n', encoding="utf-8")
     write_checkpoint(directory.path / "checkpoints", 1)
     directory.lock.release()
     return directory.path
-
-
-def snapshot(path: Path) -> dict[str, tuple[bytes, int]]:
-    return {
-        str(file.relative_to(path)): (file.read_bytes(), file.stat().st_mtime_ns)
-        for file in sorted(path.rglob("*"))
-        if file.is_file() and file.name != ".lock"
-    }
 
 
 # Names
@@ -83,9 +69,8 @@ def test_refused_run_directory_contains_no_lock_file(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_unnamed_runs_started_in_same_second_use_different_directories(tmp_path, monkeypatch):
+def test_unnamed_runs_started_in_same_second_use_different_directories(workplace, monkeypatch):
     """A third run does not resume the first run, whose lock is free."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("time.strftime", lambda _: "now")
     cfg = load_config(["model=tiny", "attention=gated"])
     held = [claim_directory(cfg), claim_directory(cfg)]
@@ -101,19 +86,17 @@ def claimed_name(cfg: TrainConfig) -> str:
     return directory.path.name
 
 
-def test_concurrent_processes_claim_different_directories_for_unnamed_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_concurrent_processes_claim_different_directories_for_unnamed_runs(workplace, monkeypatch):
     monkeypatch.setattr("time.strftime", lambda _: "now")
     claimed = call_together(claimed_name, 8, load_config(["model=tiny", "attention=gated"]))
     expected = ["tiny-gated-now", *(f"tiny-gated-now-{number}" for number in range(2, 9))]
     assert sorted(claimed) == expected
-    assert sorted(path.name for path in (tmp_path / "outputs").iterdir()) == expected
+    assert sorted(path.name for path in (workplace / "outputs").iterdir()) == expected
 
 
-def test_refused_unnamed_run_leaves_no_directory(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_refused_unnamed_run_leaves_no_directory(workplace):
     claim_directory(load_config(["model=tiny"])).withdraw()
-    assert list(tmp_path.iterdir()) == []
+    assert list(workplace.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["a/b", "..", "a b", "a\n", "", "x" * 231])
@@ -183,10 +166,10 @@ def test_resume_allows_changes_of_settings_that_do_not_affect_results(begun, ove
     RunDirectory(begun, tiny(override)).check()
 
 
-def test_resume_of_older_diff_v1_run_accepts_explicit_value_layout(tmp_path, tokenizer):
+def test_resume_of_older_diff_v1_run_accepts_explicit_value_layout(tmp_path, source_tokenizer):
     """Configs of older versions contain `wide`; now the device decides."""
     first = RunDirectory(tmp_path / "run", tiny("attention=diff_v1", "model.attention.values=wide"))
-    first.begin(tokenizer)
+    first.begin(source_tokenizer)
     first.lock.release()
     (first.path / "metrics.jsonl").touch()
     again = tiny("attention=diff_v1")
@@ -198,9 +181,9 @@ MATCHED = ("attention=standard", "model.match_params_to=diff_v2")
 
 
 @pytest.fixture
-def matched(tmp_path: Path, tokenizer: Path) -> Path:
+def matched(tmp_path: Path, source_tokenizer: Path) -> Path:
     directory = RunDirectory(tmp_path / "matched", tiny(*MATCHED))
-    directory.begin(tokenizer)
+    directory.begin(source_tokenizer)
     (directory.path / "metrics.jsonl").write_text('{"step": 1}\n', encoding="utf-8")
     directory.lock.release()
     return directory.path
@@ -273,8 +256,7 @@ def test_resume_of_finished_run_refuses_changed_settings(begun, change):
     assert snapshot(begun) == before
 
 
-def test_new_unnamed_run_in_existing_sweep_raises_config_error(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_new_unnamed_run_in_existing_sweep_raises_config_error(workplace):
     cfg = tiny("run.name=null", "run.sweep=first")
     assert choose_path(cfg).parent == Path("outputs/first")
     Path("outputs/first").mkdir(parents=True)
@@ -292,21 +274,14 @@ def test_new_unnamed_run_in_existing_sweep_raises_config_error(tmp_path, monkeyp
         ("run.sweep=1e5", "outputs/100000.0/seed0", "run.sweep=100000.0"),
     ],
 )
-def test_new_run_refuses_name_that_older_version_read_as_number(
-    tmp_path, monkeypatch, word, former, corrected
-):
-    monkeypatch.chdir(tmp_path)
+def test_new_run_refuses_name_that_older_version_read_as_number(workplace, word, former, corrected):
     assert choose_path(tiny(word))
     Path(former).mkdir(parents=True)
-    (Path(former) / "run.json").write_text(
-        json.dumps({"command": f"train.py {word} seed=0"}), encoding="utf-8"
-    )
+    write_json(Path(former) / "run.json", {"command": f"train.py {word} seed=0"})
     with pytest.raises(ConfigError, match=f"to resume, set {re.escape(corrected)};"):
         choose_path(tiny(word))
     assert choose_path(tiny(corrected))
-    (Path(former) / "run.json").write_text(
-        json.dumps({"command": f"train.py {corrected}"}), encoding="utf-8"
-    )
+    write_json(Path(former) / "run.json", {"command": f"train.py {corrected}"})
     assert choose_path(tiny(word))
 
 
@@ -322,7 +297,9 @@ def test_run_directory_without_write_access_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("variant", slow_but(families(VARIANTS), VARIANTS))
-def test_config_loaded_from_run_directory_equals_original_config(tmp_path, tokenizer, variant):
+def test_config_loaded_from_run_directory_equals_original_config(
+    tmp_path, source_tokenizer, variant
+):
     cfg = tiny(
         f"attention={variant}",
         "seed=3",
@@ -335,7 +312,7 @@ def test_config_loaded_from_run_directory_equals_original_config(tmp_path, token
         "data.sample_prompt='a: b # c'",
         "run.swept=[seed,optim.lr]",
     )
-    RunDirectory(tmp_path / "run", cfg).begin(tokenizer)
+    RunDirectory(tmp_path / "run", cfg).begin(source_tokenizer)
     again = load_run_config(tmp_path / "run")
     assert again == cfg
     assert type(again.model.attention) is type(cfg.model.attention)
@@ -383,13 +360,15 @@ def test_resume_setting_determines_starting_checkpoint(tmp_path):
             resume_checkpoint(tiny(f"resume={path}"), [])
 
 
-def test_requeued_command_with_own_checkpoint_resumes_from_newest_checkpoint(tmp_path, tokenizer):
+def test_requeued_command_with_own_checkpoint_resumes_from_newest_checkpoint(
+    tmp_path, source_tokenizer
+):
     run = tmp_path / "run"
     first = write_checkpoint(run / "checkpoints", 20)
     cfg = tiny(f"resume={run}@20")
     directory = RunDirectory(run, cfg)
     assert continuation(cfg, directory)[0] == first
-    directory.begin(tokenizer, 20)
+    directory.begin(source_tokenizer, 20)
     newest = write_checkpoint(run / "checkpoints", 30)
     assert continuation(cfg, directory)[0] == newest
     with pytest.raises(ConfigError, match="is not the newest checkpoint"):

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from runs.one_rank import gloo_group
 from tiers import families, slow_but
 from torch import Tensor
 
@@ -22,6 +21,8 @@ from diffllm.distributed.gradients import local
 from diffllm.model.objective import Term
 from diffllm.training.build import Training, build
 from diffllm.training.step import train_step
+
+pytestmark = pytest.mark.usefixtures("gloo")
 
 VARIANTS = sorted(path.stem for path in (config_directory() / "attention").glob("*.yaml"))
 STEPS, SEQ_LEN, BATCH = 50, 64, 8
@@ -40,13 +41,6 @@ BASE = [
     "optim.lr=6e-3",
     "optim.warmup_steps=5",
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    torch.set_num_threads(1)
-    with gloo_group():
-        yield
 
 
 def batch(step):

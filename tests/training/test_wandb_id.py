@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from runs.json_files import read_json
 from runs.one_rank import write_checkpoint
 
 from diffllm import load_config
@@ -76,7 +77,7 @@ def test_restart_changes_wandb_id_only_if_steps_differ_or_last_step_is_unknown(
 
 
 def record_of(run: Path) -> dict[str, Any]:
-    return json.loads((run / "run.json").read_text(encoding="utf-8"))
+    return read_json(run / "run.json")
 
 
 @pytest.mark.parametrize("evidence", ["directory", "run.json", "upload"])

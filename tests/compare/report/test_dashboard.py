@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import sample_comparison as sample
+from runs.json_files import read_json
 from runs.written import LOWER, edit_json, study_file, sweep, write_arms
 from wandb_server import WandbServer
 
@@ -52,26 +53,19 @@ def swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def server(swept: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbServer]:
-    stand_in = WandbServer()
-    monkeypatch.setenv("WANDB_BASE_URL", stand_in.address)
+def server(
+    swept: Path, wandb_server: WandbServer, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[WandbServer]:
+    monkeypatch.setenv("WANDB_BASE_URL", wandb_server.address)
     monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
-    yield stand_in
+    yield wandb_server
     abandon_service()  # The next test has another server.
-    stand_in.close()
 
 
 def dashboard_of(directory: Path) -> dict[str, Any]:
     """Return the content of dashboard.json."""
-    return json.loads((directory / "dashboard.json").read_text(encoding="utf-8"))
-
-
-def error_line(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    """Return the only line that a failing `diffllm dashboard` prints to stderr."""
-    assert main(["dashboard", *map(str, words)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    return line
+    return read_json(directory / "dashboard.json")
 
 
 def shown_ids(content: dict[str, Any]) -> list[str]:
@@ -210,9 +204,8 @@ def test_dashboard_shows_all_runs_of_large_sweep(comparison, tmp_path):
     assert len(shown_ids(requests)) == 17
 
 
-def test_offline_command_writes_file_and_prints_panels_and_command(swept, capsys):
-    assert main(["dashboard", str(swept)]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_offline_command_writes_file_and_prints_panels_and_command(swept, output_of):
+    lines = output_of("dashboard", swept).splitlines()
     titles = [line.partition(":")[0] for line in lines if line][:-1]
     assert titles == ["Loss", "Stability", "Outliers", "Attention", "Gaps", "Speed"]
     file = swept / "dashboard.json"
@@ -221,8 +214,7 @@ def test_offline_command_writes_file_and_prints_panels_and_command(swept, capsys
     assert written["report"]["type"] == "runs"
     (table,) = sections_of(written["workspace"]["spec"])["Gaps"]
     assert "| diff_v2 |" in table["config"]["value"]
-    assert main(["dashboard", str(swept), "--json"]) == 0
-    content = json.loads(capsys.readouterr().out)
+    content = json.loads(output_of("dashboard", swept, "--json"))
     assert (content["workspace"], content["file"]) == (None, str(file))
     assert [section["title"] for section in content["sections"]] == titles
 
@@ -243,11 +235,10 @@ def test_dashboard_of_study_shows_its_runs(tmp_path, monkeypatch):
     assert sorted(shown_ids(written)) == sorted(["newest", *(run.name[-20:] for run in runs[1:])])
 
 
-def test_real_client_saves_file_and_repeated_command_replaces_both_views(server, swept, capsys):
+def test_real_client_saves_file_and_repeated_command_replaces_both_views(server, swept, output_of):
     addresses = []
     for _ in range(2):
-        assert main(["dashboard", f"sweep={swept}", "mode=online"]) == 0
-        addresses.append(capsys.readouterr().out.splitlines()[-2:])
+        addresses.append(output_of("dashboard", f"sweep={swept}", "mode=online").splitlines()[-2:])
         written = dashboard_of(swept)
         assert len(server.views) == 2
         for content in written.values():
@@ -263,10 +254,10 @@ def test_real_client_saves_file_and_repeated_command_replaces_both_views(server,
 
 
 @pytest.mark.slow
-def test_unavailable_server_causes_one_line_and_keeps_file(server, swept, monkeypatch, capsys):
+def test_unavailable_server_causes_one_line_and_keeps_file(server, swept, monkeypatch, error_of):
     monkeypatch.setattr(wandb_views, "RETRIES", 1)
     server.close()
-    line = error_line(capsys, f"sweep={swept}", "mode=online")
+    line = error_of("dashboard", f"sweep={swept}", "mode=online")
     assert line.startswith("error: wandb did not save the dashboard: ")
     assert f"{swept / 'dashboard.json'} contains it. Repeat the command" in line
     assert (swept / "dashboard.json").is_file()
@@ -286,37 +277,37 @@ def test_unavailable_server_causes_one_line_and_keeps_file(server, swept, monkey
         (["{0}", "out={0}/standard-seed0/run.json"], "{0}/standard-seed0/run.json/dashboard.json "),
     ],
 )
-def test_wrong_argument_causes_one_line_with_fix(swept, words, message, capsys):
+def test_wrong_argument_causes_one_line_with_fix(swept, words, message, error_of):
     (swept / "empty").mkdir()
-    line = error_line(capsys, *(word.format(swept) for word in words))
+    line = error_of("dashboard", *(word.format(swept) for word in words))
     assert line.startswith(f"error: {message.format(swept)}")
 
 
-def test_runs_without_wandb_or_in_several_projects_are_refused(swept, monkeypatch, capsys):
+def test_runs_without_wandb_or_in_several_projects_are_refused(swept, monkeypatch, error_of):
     facts = swept / "standard-seed0" / "run.json"
     for name, value, projects in (
         ("WANDB_PROJECT", "other", "diffllm, other"),
         ("WANDB_ENTITY", "team", "diffllm, team/diffllm"),
     ):
         edit_json(facts, environment={"variables": {name: value}})
-        assert f"in several wandb projects ({projects}); name runs" in error_line(capsys, swept)
+        assert f"in several wandb projects ({projects}); name runs" in error_of("dashboard", swept)
     assert main(["dashboard", str(swept), "entity=team"]) == 0
     edit_json(facts, environment={})
     monkeypatch.setenv("WANDB_MODE", "disabled")
     message = "no run of swept was logged to wandb (wandb.mode=disabled)"
-    assert message in error_line(capsys, swept)
+    assert message in error_of("dashboard", swept)
     assert main(["dashboard", str(swept), "mode=offline"]) == 0
 
 
-def test_dashboard_and_wandb_command_use_same_ids_of_runs_without_run_json(swept, capsys):
-    (swept / "standard-seed0" / "run.json").unlink()
-    assert main(["wandb", f"run={swept / 'standard-seed0'}", "mode=offline", "--json"]) == 0
-    (written,) = json.loads(capsys.readouterr().out)["runs"]
+def test_dashboard_and_wandb_command_use_same_ids_of_runs_without_run_json(swept, output_of):
+    run = swept / "standard-seed0"
+    (run / "run.json").unlink()
+    (written,) = json.loads(output_of("wandb", f"run={run}", "mode=offline", "--json"))["runs"]
     assert main(["dashboard", str(swept), "mode=offline"]) == 0
     assert written["id"] in shown_ids(dashboard_of(swept))
 
 
-def test_missing_package_causes_one_line_with_command(swept, monkeypatch, capsys):
+def test_missing_package_causes_one_line_with_command(swept, monkeypatch, error_of):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     command = "pip install -c constraints.txt -e '.[dashboard]'"
-    assert command in error_line(capsys, swept)
+    assert command in error_of("dashboard", swept)

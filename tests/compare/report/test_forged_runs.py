@@ -187,12 +187,11 @@ def test_load_run_prints_one_warning_for_all_invalid_metrics_lines(kept, tmp_pat
     assert capsys.readouterr().err == warning
 
 
-def test_study_verdict_escapes_special_characters_in_claim(kept, tmp_path, monkeypatch, capsys):
+def test_study_verdict_escapes_special_characters_in_claim(kept, tmp_path, monkeypatch, output_of):
     shutil.copytree(kept, tmp_path / "copy")
     monkeypatch.chdir(tmp_path / "copy")
     edit_text(Path("s.yaml"), "v2 is better than half", r'"<b>\e[31mred"')
-    assert tools.main(["study", "verdict", "s.yaml", "out=s"]) == 0
-    said = capsys.readouterr().out
+    said = output_of("study", "verdict", "s.yaml", "out=s")
     assert r"<b>\x1b[31mred" in said
     assert "\x1b" not in said + Path("s/verdict.md").read_text(encoding="utf-8")
     page = Path("s/verdict.html").read_text(encoding="utf-8")

@@ -1,12 +1,12 @@
 """Gaps at equal tokens, FLOPs and seconds, on curves with known values."""
 
-import json
 import math
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from report_pages import undrawn_page
+from runs.json_files import read_jsonl
 from runs.written import config, loaded, runs_in, write_lines, write_run, write_train_seconds
 from scipy.special import stdtrit
 
@@ -217,7 +217,7 @@ def test_training_flops_are_computed_from_logged_visible_keys(tmp_path):
     for variant, per_key in PER_KEY.items():
         path = written(tmp_path / variant, variant, flops_per_visible_key=per_key)
         file = path / "metrics.jsonl"
-        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        lines = read_jsonl(file)
         write_lines(path, [{**line, "data/visible_keys": KEYS[line["step"]]} for line in lines])
     _, gated = runs = loaded([tmp_path / "standard", tmp_path / "gated"])
     for run in runs:

@@ -1,15 +1,14 @@
 """`diffllm report`: search for runs, location of files, output and errors."""
 
 import csv
-import json
 from pathlib import Path
 
 import pytest
 from report_pages import without_drawing
+from runs.json_files import write_json
 from runs.written import sweep, write_run
 
 import diffllm.compare.report.report_page
-from diffllm import cli as tools
 from diffllm.compare.arms.directories import find_runs
 from diffllm.compare.report import write_report
 from diffllm.compare.report.comparison import read
@@ -18,19 +17,12 @@ LOSSES = {"standard": [4.0, 4.2], "diff_v2": [3.9, 4.0]}
 
 
 @pytest.fixture
-def swept(tmp_path, monkeypatch):
+def swept(workplace):
     """Create cmp1/ and cmp2/ with runs in the current directory; reports draw no figures."""
-    monkeypatch.chdir(tmp_path)
     sweep(Path("cmp1"), LOSSES)
     sweep(Path("cmp2"), {"gated": [4.0]})
     with without_drawing():
-        yield tmp_path
-
-
-def report(capsys, *words):
-    code = tools.main(["report", *map(str, words)])
-    out, err = capsys.readouterr()
-    return code, out, err
+        yield workplace
 
 
 def variants(table):
@@ -62,11 +54,10 @@ def files(root):
     ],
 )
 def test_report_directory_and_title_are_derived_from_run_paths(
-    swept, capsys, words, home, title, found
+    swept, output_of, words, home, title, found
 ):
     before = files(swept)
-    code, out, err = report(capsys, *words)
-    assert (code, err) == (0, "")
+    out = output_of("report", *words)
     html, table = (str(Path(home, name)) for name in ("report.html", "report.csv"))
     assert files(swept) - before == {html, table}
     assert out.splitlines()[-2:] == [html, table]
@@ -84,7 +75,7 @@ def test_find_runs_returns_each_run_only_once(swept):
 
 
 def test_report_command_requires_out_if_default_directory_is_undefined(
-    swept, tmp_path, monkeypatch, capsys
+    swept, tmp_path, monkeypatch, output_of, error_of
 ):
     for name in ("a/x", "b/y", "b/z"):
         sweep(tmp_path / name, {"standard": [4.0]})
@@ -93,11 +84,10 @@ def test_report_command_requires_out_if_default_directory_is_undefined(
     assert find_runs([tmp_path / "b/y", tmp_path / "b/z"]).home == tmp_path / "b"
     assert find_runs([tmp_path / "a/x", tmp_path / "b/y"]).home is None
     before = files(tmp_path)
-    code, out, err = report(capsys, tmp_path / "a/x", tmp_path / "b/y")
-    assert (code, out) == (2, "")
-    assert "out=DIR" in err
+    words = ("report", tmp_path / "a/x", tmp_path / "b/y")
+    assert "out=DIR" in error_of(*words)
     assert files(tmp_path) == before
-    assert report(capsys, tmp_path / "a/x", tmp_path / "b/y", "out=.")[0] == 0
+    output_of(*words, "out=.")
     assert files(tmp_path) - before == {"elsewhere/report.html", "elsewhere/report.csv"}
 
 
@@ -109,13 +99,13 @@ def test_report_lists_sweep_runs_that_have_not_started(swept):
     def notes(*paths):
         return [n for n in read([Path(path) for path in paths])[0].notes if "not started" in n]
 
-    record.write_text(json.dumps({"runs": {key: [] for key in planned}}), encoding="utf-8")
+    write_json(record, {"runs": {key: [] for key in planned}})
     (swept / "cmp1/gated-seed0.log").write_text("it failed", encoding="utf-8")
     few = ", ".join(f"gated-seed{seed}" for seed in range(8))
     expected = [f"10 of 14 runs of cmp1 have not started: {few} and 2 more."]
     assert notes("cmp1") == notes(".", "cmp1") == expected
     assert notes("cmp1/*") == []
-    record.write_text(json.dumps({"runs": {key: [] for key in names}}), encoding="utf-8")
+    write_json(record, {"runs": {key: [] for key in names}})
     assert notes("cmp1") == []
     record.write_text("[]", encoding="utf-8")
     assert any("sweep.json" in note for note in read([Path("cmp1")])[0].notes)
@@ -137,9 +127,8 @@ def test_find_runs_does_not_search_inside_runs_or_hidden_directories(tmp_path):
     assert find_runs([tmp_path]).runs == [run]
 
 
-def test_report_command_accepts_output_directory_and_baseline(swept, capsys):
-    code, out, _ = report(capsys, "out=a/new/place", "cmp1", "baseline=diff_v2")
-    assert code == 0
+def test_report_command_accepts_output_directory_and_baseline(swept, output_of):
+    out = output_of("report", "out=a/new/place", "cmp1", "baseline=diff_v2")
     assert "gap to diff_v2" in out
     assert variants(swept / "a/new/place/report.csv") == ["standard", "diff_v2"]
     assert write_report([Path("cmp1")], "diff_v2", Path("x")) == (
@@ -162,12 +151,12 @@ def test_report_command_accepts_output_directory_and_baseline(swept, capsys):
         (["cmp1", "out=/proc/none"], ["/proc/none", "out=DIR"]),
     ],
 )
-def test_report_command_prints_single_error_line_for_invalid_argument(swept, capsys, words, parts):
+def test_report_command_prints_single_error_line_for_invalid_argument(
+    swept, error_of, words, parts
+):
     before = files(swept)
-    code, out, err = report(capsys, *words)
-    assert (code, out) == (2, "")
-    assert len(err.splitlines()) == 1
-    assert all(part in err for part in ["error: ", *parts]), err
+    error = error_of("report", *words)
+    assert all(part in error for part in parts), error
     assert files(swept) == before
 
 
@@ -193,21 +182,19 @@ def test_failed_write_of_report_keeps_existing_report_files(swept, monkeypatch):
         ("summary.json", ""),
     ],
 )
-def test_report_contains_note_about_each_damaged_run(swept, capsys, name, text):
+def test_report_contains_note_about_each_damaged_run(swept, output_of, name, text):
     Path("cmp1/standard-seed1", name).write_text(text, encoding="utf-8")
-    code, out, err = report(capsys, "cmp1")
-    assert (code, err) == (0, "")
+    out = output_of("report", "cmp1")
     notes = [line for line in out.splitlines() if line.startswith("note: cmp1/standard-seed1 is")]
     assert len(notes) == 1
     assert name in notes[0]
     assert variants("cmp1/report.csv") == ["standard", "diff_v2"]
 
 
-def test_report_command_fails_if_all_runs_are_damaged(swept, capsys):
+def test_report_command_fails_if_all_runs_are_damaged(swept, error_of):
     for run in Path("cmp1").iterdir():
         (run / "config.yaml").write_text("", encoding="utf-8")
-    code, out, err = report(capsys, "cmp1")
-    assert (code, out) == (2, "")
-    assert "none of the runs can be read" in err
-    assert "; 3 more runs cannot be read" in err
+    error = error_of("report", "cmp1")
+    assert "none of the runs can be read" in error
+    assert "; 3 more runs cannot be read" in error
     assert not Path("cmp1/report.html").exists()

@@ -1,12 +1,11 @@
 """Scores at a loss that all runs reached."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from report_pages import csv_rows, undrawn_page
-from runs.written import write_run
+from runs.written import write_lines, write_run
 
 from diffllm.compare.report.checkpoint_scores import Checkpoint, loss_of_all, scores_at
 from diffllm.compare.report.comparison import Comparison, read
@@ -57,8 +56,7 @@ def write(
                 key = {"checkpoint": f"{run} {step}", **more.get(f"{variant} {step}", {})}
                 first = {"key": key, "unit": unit, "scores": [score]}
                 store_result(results_of(run, step) / "outliers.jsonl", first, [])
-            text = "".join(json.dumps(line) + "\n" for line in lines)
-            (run / "metrics.jsonl").write_text(text, encoding="utf-8")
+            write_lines(run, lines)
     return read([place])[0]
 
 

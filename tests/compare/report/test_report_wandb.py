@@ -133,12 +133,11 @@ def test_record_gaps_replaces_earlier_wandb_run_of_directory(swept):
     assert gap_of(second.summary) != gap_of(first.summary)
 
 
-def test_wandb_command_writes_runs_and_same_gaps_as_report(swept, capsys):
+def test_wandb_command_writes_runs_and_same_gaps_as_report(swept, output_of):
     for file in swept.glob("*/run.json"):
         edit_json(file, wandb_id=file.parent.name)
     first = recorded(swept)
-    assert main(["wandb", f"sweep={swept}", "project=moved", "--json"]) == 0
-    content = json.loads(capsys.readouterr().out)
+    content = json.loads(output_of("wandb", f"sweep={swept}", "project=moved", "--json"))
     assert [written["id"] for written in content["runs"]] == [
         "gated0", "gated1", "standard0", "standard1",
     ]  # fmt: skip
@@ -189,12 +188,11 @@ def test_gaps_are_written_with_warning_if_sweep_cannot_store_their_id(swept, cap
     assert [message in line for line in warnings] == [True, True]
 
 
-def test_wandb_command_writes_gaps_of_each_sweep_of_glob_once(swept, capsys):
+def test_wandb_command_writes_gaps_of_each_sweep_of_glob_once(swept, output_of):
     shutil.copytree(swept, swept.parent / "swept2")
     (swept.parent / "swept3").mkdir()
     words = [f"sweep={swept}*", f"sweep={swept.parent}/./swept", "--json"]
-    assert main(["wandb", *words]) == 0
-    gaps = json.loads(capsys.readouterr().out)["gaps"]
+    gaps = json.loads(output_of("wandb", *words))["gaps"]
     assert [upload["run"] for upload in gaps] == [str(swept), f"{swept}2"]
 
 

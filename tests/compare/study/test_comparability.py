@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 from runs.written import LOWER, study_file, write_arms
 
-from diffllm.cli import main
 from diffllm.compare.arms.comparable import Comparand, Terms, differences, role
 from diffllm.compare.study.running import check_study_runs
 from diffllm.compare.study.unequal import settings_of, undeclared
@@ -85,12 +84,11 @@ def others(word: str) -> str:
 
 
 @pytest.mark.parametrize("word", IN_CONFIG)
-def test_study_does_not_start_if_arms_have_undeclared_config_difference(tmp_path, capsys, word):
+def test_study_does_not_start_if_arms_have_undeclared_config_difference(tmp_path, error_of, word):
     override, difference_text = IN_CONFIG[word]
     arms = {"arms": two_arms(override), "baseline": "half", "unequal": others(word)}
     study = study_file(tmp_path / "study.yaml", LOWER, **arms)
-    assert main(["study", "run", str(study.path), f"out={tmp_path / 'out'}"]) == 2
-    error = capsys.readouterr().err
+    error = error_of("study", "run", study.path, f"out={tmp_path / 'out'}")
     assert "the verdict would be not comparable: arms differ in " in error
     assert difference_text in error
     assert f"add {word} to unequal" in error

@@ -3,7 +3,6 @@
 import pytest
 from runs.written import ALIKE, LOWER, SOONER, TWO_ARMS, study_file, write_arms
 
-from diffllm.cli import main
 from diffllm.compare.study.running import check_study_runs, next_jobs
 from diffllm.compare.sweep.directory import SweepDirectory
 
@@ -72,14 +71,11 @@ def with_keys(rule, **keys):
     ],
 )  # fmt: skip
 def test_study_does_not_start_if_rules_cannot_decide_claim(
-    tmp_path, capsys, rule, seeds, more, message
+    tmp_path, error_of, rule, seeds, more, message
 ):
     study, out = written(tmp_path, rule, seeds, **more), tmp_path / "out"
     for words in (["--dry-run"], []):
-        assert main(["study", "run", str(study.path), f"out={out}", *words]) == 2
-        printed = capsys.readouterr()
-        assert message in printed.err
-        assert printed.err.count("\n") == 1
+        assert message in error_of("study", "run", study.path, f"out={out}", *words)
         assert not out.exists()
 
 
@@ -99,17 +95,14 @@ def test_check_study_runs_accepts_valid_study_design(tmp_path, rule, seeds, more
     check_study_runs(written(tmp_path, **{"rule": rule, "seeds": seeds, **more}), tmp_path / "o", 1)
 
 
-def test_started_study_can_resume_if_alpha_is_too_large(tmp_path, capsys):
+def test_started_study_can_resume_if_alpha_is_too_large(tmp_path, output_of, error_of):
     study, out = written(tmp_path, with_keys(LOWER, alpha=0.2), 3), tmp_path / "out"
     write_arms(study, out, {"half": [4.40, 4.41, 4.39], "v2": [4.30, 4.312]})
     next_jobs(study, SweepDirectory(out, "study"), [])
-    assert main(["study", "verdict", str(study.path), f"out={out}"]) == 0
-    assert "would be: shown" in capsys.readouterr().out
+    assert "would be: shown" in output_of("study", "verdict", study.path, f"out={out}")
     words = ["study", "run", str(study.path), "--dry-run"]
-    assert main([*words, f"out={out}"]) == 0
-    assert "6 runs; 5 finished" in capsys.readouterr().out
-    assert main([*words, f"out={tmp_path / 'new'}"]) == 2
-    assert "rule.alpha=0.2" in capsys.readouterr().err
+    assert "6 runs; 5 finished" in output_of(*words, f"out={out}")
+    assert "rule.alpha=0.2" in error_of(*words, f"out={tmp_path / 'new'}")
 
 
 @pytest.mark.parametrize(
@@ -130,10 +123,10 @@ def test_started_study_can_resume_if_alpha_is_too_large(tmp_path, capsys):
     ],
 )  # fmt: skip
 def test_dry_run_prints_note_if_exact_test_cannot_reach_significance(
-    tmp_path, capsys, seeds, more, message
+    tmp_path, output_of, seeds, more, message
 ):
     study = written(tmp_path, LOWER, seeds, **more)
-    assert main(["study", "run", str(study.path), f"out={tmp_path / 'out'}", "--dry-run"]) == 0
-    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note:")]
+    output = output_of("study", "run", study.path, f"out={tmp_path / 'out'}", "--dry-run")
+    notes = [line for line in output.splitlines() if line.startswith("note:")]
     assert len(notes) == (message is not None)
     assert not message or notes[0].startswith(message)

@@ -1,11 +1,11 @@
 """Studies whose arms train with equal FLOPs or equal seconds."""
 
-import json
 import math
 import re
 from dataclasses import asdict, replace
 
 import pytest
+from runs.json_files import write_json
 from runs.written import config_of, edit_text, study_file, write_ended, write_train_seconds
 
 from diffllm.cli import main
@@ -50,7 +50,7 @@ def write_profile(path, step_seconds=STEP_SECONDS, **settings):
         facts = RunFacts(**MACHINE, torch="2.13.0")
         arms[arm] = ArmTiming(variant, [*words], timed, facts, 256, [[seconds], [1.02 * seconds]])
     profile = TimingProfile(PROFILE_FORMAT, "2026-11-28", 2, 5, 25, arms)
-    path.write_text(json.dumps(asdict(profile)), encoding="utf-8")
+    write_json(path, asdict(profile))
 
 
 def seconds_study(tmp_path, **more):
@@ -262,13 +262,14 @@ def test_budget_in_flops_needs_visible_keys_with_document_masks(tmp_path):
 
 
 @pytest.mark.slow
-def test_study_with_equal_flops_runs_and_agrees_in_measured_flops(tmp_path, capsys):
+def test_study_with_equal_flops_runs_and_agrees_in_measured_flops(tmp_path, output_of):
     base = "[model=tiny, data=stdlib, steps=20, seq_len=32, global_batch_size=4, eval.tokens=2000]"
     more = {**ARMS, "base": base, "seeds": "[0, 1]", "budget": "flops"}
     study = study_file(tmp_path / "study.yaml", LOWER, **more)
     out = tmp_path / "out"
-    assert main(["study", "run", str(study.path), f"out={out}", "--dry-run"]) == 0
-    assert "Budget: the training FLOPs of the runs of standard." in capsys.readouterr().out
+    assert "Budget: the training FLOPs of the runs of standard." in output_of(
+        "study", "run", study.path, f"out={out}", "--dry-run"
+    )
     assert main(["study", "run", str(study.path), f"out={out}"]) == 0
     verdict = judge(study, out)
     assert verdict.verdict not in ("not comparable", "exploratory"), verdict.reasons

@@ -1,11 +1,11 @@
 """values.json of a study: size, equal verdicts, and errors for damaged files."""
 
-import json
 import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from runs.json_files import read_json, write_json
 from runs.written import LOWER, SOONER, TWO_ARMS, study_file, write_ended, write_lines
 
 from diffllm.cli import main
@@ -62,7 +62,9 @@ KINDS = {
 @pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("left", [0, 1])
 @pytest.mark.parametrize("kind", KINDS)
-def test_verdict_from_values_json_equals_verdict_from_run_directories(tmp_path, capsys, kind, left):
+def test_verdict_from_values_json_equals_verdict_from_run_directories(
+    tmp_path, output_of, kind, left
+):
     keys = {"rule": LOWER, **TWO_ARMS, **KINDS[kind]}
     study, out = study_file(tmp_path / "study.yaml", **keys), tmp_path / "out"
     measured(study, out, left=left)
@@ -72,8 +74,9 @@ def test_verdict_from_values_json_equals_verdict_from_run_directories(tmp_path, 
     again = judge_evidence(study, read_values(study, out / "values.json"))
     assert verdict_page(again).markdown() == verdict_page(verdict).markdown()
     assert verdict_page(again).html() == verdict_page(verdict).html()
-    assert main(["study", "verdict", str(study.path), f"values={out / 'values.json'}"]) == 0
-    assert verdict_page(verdict).markdown() in capsys.readouterr().out
+    assert verdict_page(verdict).markdown() in output_of(
+        "study", "verdict", study.path, f"values={out / 'values.json'}"
+    )
 
 
 def test_error_about_missing_file_values_json_suggests_similar_path(tmp_path, capsys):
@@ -169,18 +172,16 @@ def repeat_rate(content):
     ],
 )
 def test_verdict_command_prints_one_error_line_for_invalid_values_json(
-    forty, tmp_path, capsys, edit, message
+    forty, tmp_path, error_of, edit, message
 ):
     study, file = forty
-    content = json.loads(file.read_text(encoding="utf-8"))
+    content = read_json(file)
     edit(content)
-    (tmp_path / "values.json").write_text(json.dumps(content), encoding="utf-8")
+    write_json(tmp_path / "values.json", content)
     words = ["study", "verdict", str(study.path), f"values={tmp_path / 'values.json'}"]
-    assert main(words) == 2
-    error = capsys.readouterr().err
+    error = error_of(*words)
     assert f"{tmp_path}/values.json does not have the values of this study: " in error
     assert message in error
-    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1}', "\x00", None])

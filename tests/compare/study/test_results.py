@@ -1,7 +1,6 @@
 """Committed results: pages against recomputed numbers, figures without style sheets."""
 
 import importlib.util
-import json
 import re
 import shutil
 import subprocess
@@ -10,6 +9,7 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+from runs.json_files import read_json, write_json
 from runs.written import edit_text, study_file, write_arms
 
 from diffllm.compare.study.file import load_study
@@ -140,9 +140,9 @@ def test_recomputation_detects_every_changed_verdict_or_loss(tmp_path, expected)
     assert len([*recompute.differences(shown, expected[name])]) == 1
     copy = shutil.copytree(RESULTS, tmp_path / "results")
     path = copy / "damping_2" / "verdict.json"
-    numbers = json.loads(path.read_text(encoding="utf-8"))
+    numbers = read_json(path)
     numbers["arms"]["v2"]["values"]["13"] += 0.01
-    path.write_text(json.dumps(numbers), encoding="utf-8")
+    write_json(path, numbers)
     assert [*recompute.differences(text, recompute.expectations(copy)[name])]
 
 
@@ -189,8 +189,8 @@ def test_recomputation_detects_changed_digit_on_page_of_new_study(tmp_path, monk
     ]
     assert len(spans) == 3 * 11 + 2 * 2
     assert_changed_digits_are_detected(text, spans, expectation)
-    values = json.loads((place / "values.json").read_text(encoding="utf-8"))
+    values = read_json(place / "values.json")
     values["runs"][0]["value"] += 0.01
-    (place / "values.json").write_text(json.dumps(values), encoding="utf-8")
+    write_json(place / "values.json", values)
     expectation = expected_of(place)
     assert len([*recompute.differences(text, expectation)]) >= 2

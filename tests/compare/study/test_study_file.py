@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from diffllm.cli import main
 from diffllm.compare.study.file import load_study
 from diffllm.compare.study.planned_runs import deciding_runs, rate_run
 from diffllm.compare.study.running import group_of
@@ -168,20 +167,18 @@ def test_load_study_raises_for_file_that_is_not_a_mapping(tmp_path, text):
     ],
 )
 def test_study_command_prints_one_error_line_for_wrong_arguments(
-    tmp_path, capsys, monkeypatch, words, message
+    workplace, error_of, words, message
 ):
-    monkeypatch.chdir(tmp_path)
-    path = written(tmp_path, GOOD)
-    assert main(["study", *(word.format(path=path) for word in words)]) == 2
-    printed = capsys.readouterr()
-    assert message.format(path=path) in printed.err
-    assert printed.err.count("\n") == 1
+    path = written(workplace, GOOD)
+    error = error_of("study", *(word.format(path=path) for word in words))
+    assert message.format(path=path) in error
 
 
-def test_error_about_invalid_config_of_arm_mentions_the_arm(tmp_path, capsys):
+def test_error_about_invalid_config_of_arm_mentions_the_arm(tmp_path, error_of):
     path = written(tmp_path, GOOD.replace("context_scale=0.5", "context_scale=-1"))
-    assert main(["study", "run", str(path), f"out={tmp_path / 'o'}", "--dry-run"]) == 2
-    assert "arm half: model.attention.context_scale=-1" in capsys.readouterr().err
+    assert "arm half: model.attention.context_scale=-1" in error_of(
+        "study", "run", path, f"out={tmp_path / 'o'}", "--dry-run"
+    )
 
 
 def test_group_of_study_run_is_arm_with_learning_rate_if_arm_has_several(tmp_path):

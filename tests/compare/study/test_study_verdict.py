@@ -4,6 +4,7 @@ import json
 import math
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from runs.written import (
@@ -67,15 +68,14 @@ def test_study_verdict_contains_number_of_diverged_runs_per_arm(tmp_path):
     [["report", "out"], ["study", "verdict", "study.yaml", "out=out"], ["power", "out", "gap=0.1"]],
 )
 def test_commands_print_warning_if_heldout_text_is_below_minimum_size(
-    tmp_path, monkeypatch, capsys, words, counts
+    workplace, capsys, words, counts
 ):
-    monkeypatch.chdir(tmp_path)
-    judged(tmp_path, LOWER, BETTER)
+    judged(workplace, LOWER, BETTER)
     documents, tokens = counts
-    for file in tmp_path.glob("out/*/summary.json"):
+    for file in workplace.glob("out/*/summary.json"):
         edit_json(file, heldout_documents=documents, heldout_tokens=tokens)
     assert main(words) == 0
-    pages = [page.read_text(encoding="utf-8") for page in tmp_path.glob("out/*.html")]
+    pages = [page.read_text(encoding="utf-8") for page in workplace.glob("out/*.html")]
     warning = f"held-out text: only {documents} documents and {tokens:,} tokens (minimum: 20 "
     expected_count = 0 if counts == (20, 50_000) else 1
     for shown in (capsys.readouterr().out, *pages):
@@ -283,7 +283,7 @@ def test_study_run_command_exits_1_if_arm_diverges_at_every_learning_rate(
 # Written pages
 
 
-def test_markdown_and_html_and_json_contain_the_same_study_verdict(tmp_path, capsys, snapshot):
+def test_markdown_and_html_and_json_contain_the_same_study_verdict(tmp_path, output_of, snapshot):
     verdict = judged(tmp_path, LOWER, BETTER, power="{gap: 0.05, sd: 0.01}")
     page = verdict_page(verdict)
     html, text = page.html(), page.markdown()
@@ -294,12 +294,10 @@ def test_markdown_and_html_and_json_contain_the_same_study_verdict(tmp_path, cap
     assert f"<title>{title.removeprefix('# ')}</title>" in html
     assert sentence in html
     words = ["study", "verdict", str(tmp_path / "study.yaml"), f"out={tmp_path / 'out'}"]
-    assert main([*words, "--json"]) == 0
-    numbers = json.loads(capsys.readouterr().out)
+    numbers = json.loads(output_of(*words, "--json"))
     assert numbers["verdict"] == "shown"
     assert numbers["rules"][0]["gap"] == pytest.approx(-0.09967, abs=1e-4)
-    assert main(words) == 0
-    out = capsys.readouterr().out
+    out = output_of(*words)
     assert str(tmp_path / "out/verdict.html") in out
     assert (tmp_path / "out/verdict.md").read_text(encoding="utf-8") == text
 
@@ -375,16 +373,11 @@ def test_study_rule_compares_lr_sensitivity_of_arms(tmp_path):
     json.dumps(verdict.numbers(), allow_nan=False)
 
 
-def dry_run(study, out, capsys, *words):
-    """Return the output of a dry run, without the directory of the study file."""
-    assert main(["study", "run", str(study.path), f"out={out}", "--dry-run", *words]) == 0
-    return capsys.readouterr().out.replace(f"{study.path.parent}/", "")
-
-
-def test_study_dry_run_estimates_time_from_pilot_runs(tmp_path, capsys, snapshot):
-    study, out = study_file(tmp_path / "study.yaml", LOWER, **TWO_ARMS), tmp_path / "out"
-    pilot = tmp_path / "pilot"
-    assert dry_run(study, out, capsys) == snapshot(name="without pilot")
+def test_study_dry_run_estimates_time_from_pilot_runs(tmp_path, monkeypatch, output_of, snapshot):
+    monkeypatch.chdir(tmp_path)
+    study, out = study_file(Path("study.yaml"), LOWER, **TWO_ARMS), Path("out")
+    pilot, words = tmp_path / "pilot", ("study", "run", study.path, f"out={out}", "--dry-run")
+    assert output_of(*words) == snapshot(name="without pilot")
     assert not out.exists()
 
     write_arms(study, pilot, {"half": HALF})
@@ -392,26 +385,30 @@ def test_study_dry_run_estimates_time_from_pilot_runs(tmp_path, capsys, snapshot
     assert (half.seconds, half.hours) == pytest.approx((9, 3 * 9 / 3600))
     assert v2.seconds == pytest.approx(9 * v2.flops / half.flops)
     assert v2.flops > half.flops
-    output = dry_run(study, out, capsys, f"pilot={pilot}")
+    output = output_of(*words, f"pilot={pilot}")
     assert output == snapshot(name="with pilot")
     assert f"about 0:{3 * (9 + v2.seconds):02.0f} here" in output
 
     write_arms(study, out, {"v2": [4.3]})
     assert costs(study, out, [pilot])[1].seconds == pytest.approx(9)
-    assert dry_run(study, out, capsys) == snapshot(name="one run finished")
+    assert output_of(*words) == snapshot(name="one run finished")
 
 
-def test_study_dry_run_estimates_time_from_gpu_and_mfu(tmp_path, capsys, snapshot):
-    study, out = study_file(tmp_path / "study.yaml", LOWER, **TWO_ARMS), tmp_path / "out"
-    output = dry_run(study, out, capsys, "gpu=h100", "mfu=1e-6")
+def test_study_dry_run_estimates_time_from_gpu_and_mfu(
+    tmp_path, monkeypatch, output_of, error_of, snapshot
+):
+    monkeypatch.chdir(tmp_path)
+    study, out = study_file(Path("study.yaml"), LOWER, **TWO_ARMS), Path("out")
+    words = ("study", "run", study.path, f"out={out}")
+    output = output_of(*words, "--dry-run", "gpu=h100", "mfu=1e-6")
     arms = costs(study, out, [])
     seconds = sum(3 * (20 + arm.flops / 989.4e6) for arm in arms)
     assert f"about {clock(seconds)} on one H100, one run after another" in output
     assert output == snapshot
-    assert main(["study", "run", str(study.path), f"out={out}", "--dry-run", "gpu=k80"]) == 2
-    assert "error: gpu=k80 is unknown; choose from GB200," in capsys.readouterr().err
-    assert main(["study", "run", str(study.path), f"out={out}", "gpu=h100"]) == 2
-    assert "error: gpu=h100 is only for estimates; add --dry-run" in capsys.readouterr().err
+    error = error_of(*words, "--dry-run", "gpu=k80")
+    assert "error: gpu=k80 is unknown; choose from GB200," in error
+    error = error_of(*words, "gpu=h100")
+    assert "error: gpu=h100 is only for estimates; add --dry-run" in error
     assert not out.exists()
     assert not (out / "sweep.json").exists()
 
@@ -492,7 +489,7 @@ def test_log_rank_rule_is_underpowered_if_an_arm_has_no_runs(tmp_path):
     out = tmp_path / "out"
     write_arms(study, out, {"v2": [4.4]})
     line = {"step": 20, "tokens": 5120, "tasks/mqar": 0.95}
-    (out / "v2-seed0" / "metrics.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
+    write_lines(out / "v2-seed0", [line])
     verdict = judge(study, out)
     assert (verdict.verdict, verdict.would_be) == ("exploratory", "underpowered")
     assert "0 of 0 runs of half reach it" in verdict.reasons[-1]

@@ -4,7 +4,5 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Change to an empty directory, and return its path."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+def _in_workplace(workplace: Path) -> None:
+    """Run all tests of sweeps in an empty directory."""

@@ -1,10 +1,10 @@
 """Plans of sweeps into directories with existing runs, without training."""
 
-import json
 import math
 import os
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 from runs.command import clean_environment, snapshot, tool
+from runs.json_files import write_json
 from runs.written import LOWER, edit_json, edit_text, study_file, write_run
 
-from diffllm.cli import main
 from diffllm.compare.study.running import next_jobs
 from diffllm.compare.sweep.cluster import ClusterLauncher, first_failed, in_queue
 from diffllm.compare.sweep.command import Pace, print_outcomes
@@ -50,7 +50,7 @@ def pretend(runs: list[dict[str, Any]], finished: bool = True) -> None:
 
 def write_summary(path: Path, **values: Any) -> None:
     path.mkdir(parents=True, exist_ok=True)
-    (path / "summary.json").write_text(json.dumps(values), encoding="utf-8")
+    write_json(path / "summary.json", values)
 
 
 def write_script(path: Path, text: str) -> None:
@@ -372,16 +372,14 @@ def test_slurm_world_size_equals_total_number_of_tasks() -> None:
 
 
 def test_train_command_prints_single_error_line_if_submitit_folder_is_invalid(
-    workplace: Path, capsys: pytest.CaptureFixture[str]
+    workplace: Path, error_of: Callable[..., str]
 ) -> None:
     (workplace / "file").touch()
     words = ["-m", "hydra/launcher=submitit_local", "hydra.launcher.submitit_folder=file/logs"]
-    assert main(["train", *words, "model=tiny", "seed=0", "run.sweep=mine"]) == 2
-    error = capsys.readouterr().err
+    error = error_of("train", *words, "model=tiny", "seed=0", "run.sweep=mine")
     assert error.startswith(
         "error: hydra.launcher.submitit_folder=file/logs cannot be used: Not a directory"
     )
-    assert error.count("\n") == 1
     assert [path.name for path in workplace.iterdir()] == ["file"]
 
 
