@@ -92,11 +92,7 @@ def train_loop(
         if values or now.log or saves:
             record.write(step, values, loader, now.log)
         if now.log and state.spikes.longest_skip >= cfg.train.max_consecutive_skips:
-            skips = state.spikes.longest_skip
-            loss = record.latest["train/loss"]
-            norm = record.latest["train/grad_norm"]
-            last_skip = f"the last at loss {loss:.4g}, gradient norm {norm:.4g}"
-            diverged = f"{skips} updates in a row were skipped ({last_skip})"
+            diverged = skips_text(state, record)
             # The checkpoint contains the count: a resumed run would stop again at its first log.
             state.spikes.forget_skips()
         if saves or diverged:
@@ -119,6 +115,16 @@ def train_loop(
     stopped = None if diverged or state.step == cfg.steps else agreed.stopping
     speed = statistics.median(record.speeds) if record.speeds else None
     return Trained(stopped, diverged, speed)
+
+
+def skips_text(state: LoopState, record: Record) -> str:
+    """Return why a run with too many skipped updates diverged."""
+    loss = record.latest["train/loss"]
+    norm = record.latest["train/grad_norm"]
+    return (
+        f"{state.spikes.longest_skip} updates in a row were skipped "
+        f"(the last at loss {loss:.4g}, gradient norm {norm:.4g})"
+    )
 
 
 def read_ahead(loader: TrainLoader, steps: int, watch: Watch) -> DataError | None:

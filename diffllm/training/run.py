@@ -16,7 +16,7 @@ from diffllm.distributed.stop import REQUEUE, StoppedEarly, StopRequest
 from diffllm.distributed.world import join
 from diffllm.metrics.sinks import check_installed
 from diffllm.metrics.wandb_config import check_wandb
-from diffllm.training.build import agreed_compile, build
+from diffllm.training.build import build
 from diffllm.training.checks import check_named
 from diffllm.training.claim import Claimed, claim
 from diffllm.training.directory import RunDirectory, choose_path, request_requeue
@@ -34,6 +34,7 @@ from diffllm.training.outputs import (
 from diffllm.training.preparation import prepare_data
 from diffllm.training.process import Process, enter, leave, meet
 from diffllm.training.start import begin
+from diffllm.training.state import decide_compile
 from diffllm.training.summary import describe, headline, summarise
 
 MakeTasks = Callable[[Tokenizer], Tasks]
@@ -114,10 +115,7 @@ def train_claimed(
     process.watch.reached("the construction of the model")
     if device.type == "cpu":
         keep_memory()
-    compile = agreed_compile(cfg, device, state.compiled)
-    if cfg.compile is not None or state.compiled is None:
-        # Otherwise keep the recorded choice: the compiler may be missing only on this machine.
-        state.compiled = compile.value
+    compile = decide_compile(cfg, device, state)
     document_end = data.manifest.eos_id if cfg.data.mask_documents else None
     t = build(cfg, device, document_end, ignores_targets(data, cfg.data), compile)
     origin = fill(t, process, claimed, data, state)

@@ -31,7 +31,8 @@ from diffllm.distributed.launcher import MKL_MODE
 from diffllm.metrics.records import read_record, read_summary
 from diffllm.metrics.spikes import SpikeMonitor
 from diffllm.metrics.visible_keys import VisibleKeys
-from diffllm.training.build import Training
+from diffllm.model.auto_setting import AutoSetting
+from diffllm.training.build import Training, agreed_compile
 from diffllm.training.directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -93,6 +94,18 @@ class LoopState:
             if entry.name not in converted:
                 unconverted[entry.name] = values[entry.name]
         return cls(**unconverted, **converted)
+
+
+def decide_compile(cfg: TrainConfig, device: torch.device, state: LoopState) -> AutoSetting:
+    """Return the result of `agreed_compile`, and record it in `state`. Every rank must call this.
+
+    Without the key `compile`, a recorded choice stays in `state`: the compiler may be missing only
+    on this machine.
+    """
+    choice = agreed_compile(cfg, device, state.compiled)
+    if cfg.compile is not None or state.compiled is None:
+        state.compiled = choice.value
+    return choice
 
 
 def samples_of(cfg: TrainConfig, data: Prepared, stage: int = 0) -> Samples:

@@ -37,36 +37,53 @@ def headline(cfg: TrainConfig, facts: dict[str, Any], data: Prepared, path: Path
     `step` is the step of the checkpoint to resume from, or 0 if the run is not resumed. `facts` is
     the content of run.json, and `path` is the run directory.
     """
-    choices = cfg.resolved.choices
-    manifest = data.manifest
-    train = manifest.splits["train"]
-    heldout = manifest.splits["heldout"]
-    millions = facts["parameters"] / 1e6
-    device = facts["device"]
-    if device == "CPU":
-        threads = torch.get_num_threads()
-        device = "CPU with 1 thread" if threads == 1 else f"CPU with {threads} threads"
     lines = []
     if step:
         lines.append(f"{path} resumes from step {step}")
-    lines.append(
-        f"{choices['attention']} / {choices['model']}: {millions:.2f}M parameters, "
-        f"{facts['ranks']} x {device}, {facts['compute_dtype']}"
-    )
+    lines.append(model_line(cfg, facts))
     if cfg.resolved.defaults:
         lines.append(f"defaults: {cfg.resolved.defaults}")
     if cfg.resolved.matched:
         lines.append(f"matched: {cfg.resolved.matched.text()}")
     lines += origin_lines(facts)
+    lines += data_lines(cfg, facts, data)
+    # A sweep prints one command that uploads all of its runs.
+    if not (in_sweep() and resolve_mode(cfg.wandb) == "offline"):
+        lines.append(f"wandb: {wandb_text(cfg, path, facts['wandb_id'])}")
+    lines.append("chosen for this device:")
+    for name, setting in facts["choices"].items():
+        lines.append(f"  {name.replace('_', ' '):<16}{setting['value']} ({setting['reason']})")
+    return "\n".join(lines)
+
+
+def model_line(cfg: TrainConfig, facts: dict[str, Any]) -> str:
+    choices = cfg.resolved.choices
+    millions = facts["parameters"] / 1e6
+    device = facts["device"]
+    if device == "CPU":
+        threads = torch.get_num_threads()
+        device = "CPU with 1 thread" if threads == 1 else f"CPU with {threads} threads"
+    return (
+        f"{choices['attention']} / {choices['model']}: {millions:.2f}M parameters, "
+        f"{facts['ranks']} x {device}, {facts['compute_dtype']}"
+    )
+
+
+def data_lines(cfg: TrainConfig, facts: dict[str, Any], data: Prepared) -> list[str]:
+    """Describe the training data, its tokenizer and its packing; `facts` as in `headline`."""
+    choices = cfg.resolved.choices
+    manifest = data.manifest
+    train = manifest.splits["train"]
+    heldout = manifest.splits["heldout"]
     source = f" ({manifest.source})" if choices["data"] == "files" else ""
     share = f", {train.share_predicted:.0%} of them targets" if train.masked else ""
     cut = ", cut from one text" if manifest.cut else ""
-    lines.append(
+    lines = [
         f"{choices['data']}{source}: {train.tokens:,} training tokens{share}, "
         f"{heldout.tokens:,} held out{cut}; "
         f"{cfg.steps:,} steps of {cfg.global_batch_size} x {cfg.seq_len} tokens, "
         f"{epochs_text(cfg, data)}"
-    )
+    ]
     if cfg.data.tokenizer:
         lines.append(eos_text(facts["eos_token"], manifest.eos_id, facts["eos_guessed"]))
     lines += export_notes(cfg, tokenizer_in(data.directory))
@@ -79,13 +96,7 @@ def headline(cfg: TrainConfig, facts: dict[str, Any], data: Prepared, path: Path
     counts = packing_counts(data, cfg.data, cfg.seq_len)
     if counts:
         lines.append(f"packing: {counts.text()}")
-    # A sweep prints one command that uploads all of its runs.
-    if not (in_sweep() and resolve_mode(cfg.wandb) == "offline"):
-        lines.append(f"wandb: {wandb_text(cfg, path, facts['wandb_id'])}")
-    lines.append("chosen for this device:")
-    for name, setting in facts["choices"].items():
-        lines.append(f"  {name.replace('_', ' '):<16}{setting['value']} ({setting['reason']})")
-    return "\n".join(lines)
+    return lines
 
 
 def origin_lines(facts: dict[str, Any]) -> list[str]:
