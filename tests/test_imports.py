@@ -166,7 +166,7 @@ def test_packages_import_only_packages_of_lower_layers():
 
 
 TRAINING = (
-    ("build", "clock", "directory", "memory", "profiling"),
+    ("build", "clock", "memory", "profiling", "run_directory"),
     ("process", "state", "step"),
     ("initial_values", "measure", "record"),
     ("checks", "loop", "wandb_description", "wandb_id"),

@@ -32,7 +32,7 @@ from diffllm.core.standard_streams import messages_on_stderr, result
 from diffllm.distributed.launcher import own_rank
 
 if TYPE_CHECKING:
-    from diffllm.compare.sweep.plan import RunPlan
+    from diffllm.compare.sweep.runs import RunPlan
     from diffllm.compare.timing_profile import ArmTiming, TimingProfile
 
 

@@ -26,7 +26,7 @@ from diffllm.compare.sweep.cluster import ranks_of_runs
 from diffllm.compare.sweep.command import join_ranks, run_here
 from diffllm.compare.sweep.job import Ending, Job
 from diffllm.compare.sweep.names import name_run
-from diffllm.compare.sweep.plan import (
+from diffllm.compare.sweep.runs import (
     RunPlan,
     experiment_words,
     keys_of_sweep,

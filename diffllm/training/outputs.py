@@ -27,10 +27,10 @@ from diffllm.metrics.wandb_run import WandbRun
 from diffllm.model.generate import generate
 from diffllm.training.build import Training
 from diffllm.training.checks import learning_rate_jump
-from diffllm.training.directory import RunDirectory, request_requeue
 from diffllm.training.loop import Outputs
 from diffllm.training.process import Process, provenance
 from diffllm.training.profiling import StepProfiler
+from diffllm.training.run_directory import RunDirectory, request_requeue
 from diffllm.training.start import Claimed, stall
 from diffllm.training.state import LoopState
 from diffllm.training.summary import summary_text

@@ -26,7 +26,7 @@ from diffllm.distributed.stop import StoppedEarly, StopRequest
 from diffllm.distributed.watch import Watch
 from diffllm.distributed.world import World
 from diffllm.metrics.display import Display, RunLog
-from diffllm.training.directory import RunDirectory
+from diffllm.training.run_directory import RunDirectory
 
 
 class Process(NamedTuple):

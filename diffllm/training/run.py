@@ -18,7 +18,6 @@ from diffllm.metrics.sinks import check_installed
 from diffllm.metrics.wandb_config import check_wandb
 from diffllm.training.build import agreed_compile, build
 from diffllm.training.checks import check_named
-from diffllm.training.directory import RunDirectory, choose_path, request_requeue
 from diffllm.training.loop import train_loop
 from diffllm.training.measure import Evaluation, Tasks, measure_documents
 from diffllm.training.outputs import (
@@ -30,6 +29,7 @@ from diffllm.training.outputs import (
     say_stopped,
 )
 from diffllm.training.process import Process, enter, leave
+from diffllm.training.run_directory import RunDirectory, choose_path, request_requeue
 from diffllm.training.start import Claimed, begin, claim, fill, meet, prepare_data
 from diffllm.training.summary import describe, headline, summarise
 

@@ -40,7 +40,6 @@ from diffllm.training.checks import (
     former_eos,
     starting_point,
 )
-from diffllm.training.directory import REQUEUE_FILE, RunDirectory, claim_directory, ending
 from diffllm.training.initial_values import (
     carried,
     match_initial_values,
@@ -49,6 +48,7 @@ from diffllm.training.initial_values import (
 )
 from diffllm.training.memory import check_memory
 from diffllm.training.process import Process, in_sweep, log_file
+from diffllm.training.run_directory import REQUEUE_FILE, RunDirectory, claim_directory, ending
 from diffllm.training.state import (
     LoopState,
     continuation,

@@ -11,7 +11,7 @@ from diffllm.config import TrainConfig
 from diffllm.config.saved import yaml_dict
 from diffllm.metrics.wandb_config import WandbConfig, split_tags, with_defaults
 from diffllm.metrics.wandb_directories import has_online, wandb_parent
-from diffllm.training.directory import RunDirectory
+from diffllm.training.run_directory import RunDirectory
 
 
 def with_labels(

@@ -11,9 +11,9 @@ from damage import BOMB, damaged, edited, outcome, try_all
 from runs.one_rank import gloo_group, sign, trained_run, write_checkpoint
 from tiers import slow_but
 
-from diffllm.checkpoint.directory import newest_good
 from diffllm.checkpoint.manifest import faults, read_manifest, read_state
 from diffllm.checkpoint.reader import load_tensors
+from diffllm.checkpoint.run_checkpoints import newest_good
 from diffllm.cli import main
 from diffllm.compare.study.file import load_study
 from diffllm.config.saved import load_run_config

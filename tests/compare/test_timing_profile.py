@@ -12,7 +12,7 @@ from runs.written import write_train_seconds
 
 from diffllm.cli.timing import profile_text
 from diffllm.compare.sweep.job import Ending, Job
-from diffllm.compare.sweep.plan import RunPlan
+from diffllm.compare.sweep.runs import RunPlan
 from diffllm.compare.timing import Turns, arms_of_sweep, measure, plan_turns, turn_words
 from diffllm.compare.timing_profile import (
     PROFILE_FORMAT,

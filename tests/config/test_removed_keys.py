@@ -10,7 +10,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from diffllm.cli import main
-from diffllm.compare.sweep.plan import plan_sweep, split_overrides
+from diffllm.compare.sweep.runs import plan_sweep, split_overrides
 from diffllm.config import compose, load_config
 from diffllm.config.overrides import REMOVED_KEYS, Removed
 from diffllm.config.saved import load_run_config

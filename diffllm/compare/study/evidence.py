@@ -5,10 +5,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from diffllm.compare.arms.comparable import HASH
+from diffllm.compare.arms.comparability import HASH
 from diffllm.compare.arms.heldout import thin_note
 from diffllm.compare.arms.run import EVAL_LOSS, Run, load_run, run_value
 from diffllm.compare.study.arms import RateRun, StudyArm, StudyRun, Texts, value_of
+from diffllm.compare.study.declared_differences import settings_of
 from diffllm.compare.study.file import LR_SENSITIVITY, OF_THE_SUMMARY, TASKS, Study
 from diffllm.compare.study.planned_runs import (
     Planned,
@@ -20,7 +21,6 @@ from diffllm.compare.study.planned_runs import (
 from diffllm.compare.study.positions import position_losses
 from diffllm.compare.study.rates import choose_rates, grid_directories, rate_runs
 from diffllm.compare.study.study_hash import config_digest, is_hashed, planned_digests, study_hash
-from diffllm.compare.study.unequal import settings_of
 from diffllm.config import TrainConfig
 from diffllm.config.saved import load_run_config
 from diffllm.core.console import track

@@ -14,7 +14,9 @@ from hydra.errors import HydraException
 from omegaconf import ListConfig
 
 from diffllm.compare.sweep.cluster import in_queue
-from diffllm.compare.sweep.directory import (
+from diffllm.compare.sweep.job import Job
+from diffllm.compare.sweep.names import config_value, name_run
+from diffllm.compare.sweep.sweep_directory import (
     Configs,
     SweepDirectory,
     begun_configs,
@@ -22,8 +24,6 @@ from diffllm.compare.sweep.directory import (
     naming_keys,
     recorded_configs,
 )
-from diffllm.compare.sweep.job import Job
-from diffllm.compare.sweep.names import config_value, name_run
 from diffllm.config import RunConfig, TrainConfig, load_config
 from diffllm.config.compose import hydra
 from diffllm.config.loading import configs_of
@@ -49,8 +49,8 @@ from diffllm.core.errors import CheckpointError, ConfigError, UserError
 from diffllm.core.files import check_length
 from diffllm.core.keys import class_declarations, declaration_of
 from diffllm.metrics.wandb_config import check_wandb
-from diffllm.training.directory import choose_path, ending
 from diffllm.training.memory import check_memory
+from diffllm.training.run_directory import choose_path, ending
 
 
 def experiment_words(words: list[str]) -> list[str]:
