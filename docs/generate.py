@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from omegaconf import OmegaConf
 
-from diffllm.compare.arms.comparable import Terms, role
+from diffllm.compare.arms.comparability import Terms, role
 from diffllm.config import TrainConfig
 from diffllm.config.changes import is_fixed, is_within
 from diffllm.config.compose import compose_config, variants

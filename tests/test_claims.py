@@ -8,7 +8,7 @@ from runs.command import ROOT
 
 from diffllm.cli.count import count
 from diffllm.compare.study.file import load_study
-from diffllm.compare.sweep.plan import combinations, experiment_words, split_overrides
+from diffllm.compare.sweep.runs import combinations, experiment_words, split_overrides
 from diffllm.config import load_config
 from diffllm.evaluation.suite import chosen
 

@@ -16,7 +16,7 @@ from runs.written import config_yaml
 from diffllm.cli.events import table_of
 from diffllm.compare.arms.run import Metrics, read_metrics
 from diffllm.compare.study.file import Study, load_study
-from diffllm.compare.sweep.directory import SweepDirectory
+from diffllm.compare.sweep.sweep_directory import SweepDirectory
 from diffllm.config import TrainConfig
 from diffllm.config.saved import load_run_config
 from diffllm.config.words import with_recipe

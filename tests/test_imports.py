@@ -166,7 +166,7 @@ def test_packages_import_only_packages_of_lower_layers():
 
 
 TRAINING = (
-    ("build", "clock", "directory", "memory", "profiling", "provenance", "starting_point"),
+    ("build", "clock", "memory", "profiling", "provenance", "run_directory", "starting_point"),
     ("state", "step", "wandb_description", "wandb_id"),
     ("record", "stalls"),
     ("process",),

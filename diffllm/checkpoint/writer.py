@@ -19,7 +19,9 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from diffllm.checkpoint.directory import (
+from diffllm.checkpoint.manifest import FORMAT, Manifest, complete, file_records
+from diffllm.checkpoint.reader import failure_reason
+from diffllm.checkpoint.run_checkpoints import (
     SAVED,
     CheckpointConfig,
     checkpoint_path,
@@ -30,8 +32,6 @@ from diffllm.checkpoint.directory import (
     set_aside,
     step_of,
 )
-from diffllm.checkpoint.manifest import FORMAT, Manifest, complete, file_records
-from diffllm.checkpoint.reader import failure_reason
 from diffllm.core.atomic_directories import publish
 from diffllm.core.errors import AgreedByAll, AgreedError, CheckpointError
 from diffllm.core.files import replace_file

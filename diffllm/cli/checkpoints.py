@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diffllm.checkpoint.directory import list_checkpoints, list_incomplete, step_of
 from diffllm.checkpoint.manifest import faults, read_state
+from diffllm.checkpoint.run_checkpoints import list_checkpoints, list_incomplete, step_of
 from diffllm.cli.arguments import RunArguments, argument, parse
 from diffllm.core.errors import CheckpointError
 from diffllm.core.printing import Table, echo, echo_json

@@ -94,8 +94,8 @@ class ImportArguments(CommandArguments):
 
 def consolidate_command(argv: list[str]) -> None:
     args = parse(ConsolidateArguments, argv, CONSOLIDATE_USAGE)
-    from diffllm.checkpoint.directory import with_checkpoint
     from diffllm.checkpoint.hf.safetensors import check_form
+    from diffllm.checkpoint.run_checkpoints import with_checkpoint
     from diffllm.config.saved import load_run_config
 
     check_form(args.dtype, args.max_shard_size)
@@ -113,8 +113,8 @@ def consolidate(
     Raises CheckpointError if a file of the checkpoint is missing or damaged, and ConfigError if an
     output file exists and args.overwrite is false.
     """
-    from diffllm.checkpoint.directory import step_of
     from diffllm.checkpoint.hf.safetensors import DTYPES, tensors_of, write_safetensors, writing
+    from diffllm.checkpoint.run_checkpoints import step_of
 
     step = step_of(checkpoint)
     directory = run / "consolidated" / f"step-{step:08d}"

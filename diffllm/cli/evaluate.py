@@ -57,7 +57,7 @@ def evaluate_command(argv: list[str]) -> None:
     if "suite=lm_eval" in argv:
         raise ConfigError("suite=lm_eval was removed: use diffllm export, then lm_eval --model hf")
     args = parse(EvaluateArguments, argv, __doc__)
-    from diffllm.compare.arms.directories import shortlist
+    from diffllm.compare.arms.run_search import shortlist
 
     if args.every and args.step:
         raise ConfigError(
@@ -139,7 +139,7 @@ def checkpoint_results(
     """Yield run, checkpoint, results, and messages of skipped evaluations, for each checkpoint."""
     import torch
 
-    from diffllm.checkpoint.directory import checkpoint_path, list_checkpoints, step_of
+    from diffllm.checkpoint.run_checkpoints import checkpoint_path, list_checkpoints, step_of
     from diffllm.config.saved import load_run_config
     from diffllm.data.tokenizer import Tokenizer, tokenizer_of
     from diffllm.evaluation.evaluation import Subject

@@ -32,7 +32,7 @@ from diffllm.core.standard_streams import messages_on_stderr, result
 from diffllm.distributed.launcher import own_rank
 
 if TYPE_CHECKING:
-    from diffllm.compare.sweep.plan import RunPlan
+    from diffllm.compare.sweep.runs import ConfiguredRun
     from diffllm.compare.timing_profile import ArmTiming, TimingProfile
 
 
@@ -73,7 +73,7 @@ def timing_command(argv: list[str]) -> int:
     from diffllm.compare.timing import Turns, arms_of_study, arms_of_sweep, time_arms
     from diffllm.config.plugins import launch_words
 
-    def choose_arms() -> "dict[str, RunPlan]":
+    def choose_arms() -> "dict[str, ConfiguredRun]":
         if files:
             return arms_of_study(load_study(user_path(files[0], "STUDY"), is_timed=False))
         return arms_of_sweep(overrides)

@@ -48,7 +48,7 @@ class WandbArguments(CommandArguments):
 def wandb_command(argv: list[str]) -> int:
     args = parse(WandbArguments, argv, WANDB_USAGE)
     check_wandb_mode(args.mode)
-    from diffllm.compare.arms.directories import directories_with_runs, find_runs
+    from diffllm.compare.arms.run_search import directories_with_runs, find_runs
     from diffllm.compare.wandb_runs import choose_destination, write_gaps, write_run
 
     destination = choose_destination(args.mode, args.project, args.entity)

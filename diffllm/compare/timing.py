@@ -26,11 +26,11 @@ from diffllm.compare.sweep.cluster import ranks_of_runs
 from diffllm.compare.sweep.command import join_ranks, run_here
 from diffllm.compare.sweep.job import Ending, Job
 from diffllm.compare.sweep.names import name_run
-from diffllm.compare.sweep.plan import (
-    RunPlan,
+from diffllm.compare.sweep.runs import (
+    ConfiguredRun,
+    configured_runs,
     experiment_words,
     keys_of_sweep,
-    run_plans,
     split_overrides,
 )
 from diffllm.compare.timing_profile import (
@@ -100,12 +100,12 @@ class Measurement(NamedTuple):
     threads: int
 
 
-def arms_of_study(study: Study) -> dict[str, RunPlan]:
+def arms_of_study(study: Study) -> dict[str, ConfiguredRun]:
     """Return the arms of a study, each with its first seed and learning rate."""
-    return {run.arm: RunPlan(run.words, config_of_planned(run)) for run in first_runs(study)}
+    return {run.arm: ConfiguredRun(run.words, config_of_planned(run)) for run in first_runs(study)}
 
 
-def arms_of_sweep(words: list[str]) -> dict[str, RunPlan]:
+def arms_of_sweep(words: list[str]) -> dict[str, ConfiguredRun]:
     """Return the runs of the sweep with the overrides `words`, each with its first seed, by name.
 
     Raises ConfigError if the overrides or a config are invalid.
@@ -113,19 +113,19 @@ def arms_of_sweep(words: list[str]) -> dict[str, RunPlan]:
     overrides, launcher = split_overrides([*experiment_words(words), *words])
     if launcher:
         raise ConfigError(f"{launcher[0]}: timing measures the machine of this command; remove it")
-    plans = run_plans(overrides)
+    plans = configured_runs(overrides)
     declared = declarations(plans[0].cfg)
     keys = []
     for key in keys_of_sweep(overrides):
         if "seed" not in declaration_of(key, declared).kinds:
             keys.append(key)
-    arms: dict[str, RunPlan] = {}
+    arms: dict[str, ConfiguredRun] = {}
     for plan in plans:
         arms.setdefault(name_run(plan.cfg, keys or ["attention"]), plan)
     return arms
 
 
-def turn_words(arm: RunPlan, turns: Turns, world_size: int) -> list[str]:
+def turn_words(arm: ConfiguredRun, turns: Turns, world_size: int) -> list[str]:
     """Return the overrides of a turn: the arm's overrides, with few steps and little other work.
 
     The length of the arm's config decides about torch.compile, because a turn is a short run. Steps
@@ -159,7 +159,7 @@ def turn_words(arm: RunPlan, turns: Turns, world_size: int) -> list[str]:
 
 
 def time_arms(
-    choose: Callable[[], dict[str, RunPlan]], turns: Turns, out: Path, added: list[str]
+    choose: Callable[[], dict[str, ConfiguredRun]], turns: Turns, out: Path, added: list[str]
 ) -> tuple[int, TimingProfile | None]:
     """Train the arms in turns and return their step times. Every rank must call this.
 
@@ -179,7 +179,7 @@ def time_arms(
     measurements: defaultdict[str, list[Measurement]] = defaultdict(list)
     with ExitStack() as stack:
 
-        def begin() -> tuple[list[dict[str, Any]], dict[str, RunPlan]]:
+        def begin() -> tuple[list[dict[str, Any]], dict[str, ConfiguredRun]]:
             arms = choose()
             check_arms(arms, world.size)
             words = {}
@@ -206,7 +206,7 @@ def time_arms(
     return 0, profile_of(arms, measurements, turns) if arms else None
 
 
-def check_arms(arms: Mapping[str, RunPlan], world_size: int) -> None:
+def check_arms(arms: Mapping[str, ConfiguredRun], world_size: int) -> None:
     _, ranks_here = ranks_of_runs(None, world_size)
     for name, arm in arms.items():
         with errors_of_arm(name):
@@ -302,7 +302,7 @@ def measure(job: Job, ending: Ending, turns: Turns) -> Measurement:
 
 
 def profile_of(
-    arms: Mapping[str, RunPlan], measurements: Mapping[str, list[Measurement]], turns: Turns
+    arms: Mapping[str, ConfiguredRun], measurements: Mapping[str, list[Measurement]], turns: Turns
 ) -> TimingProfile:
     timings = {}
     for name, arm in arms.items():

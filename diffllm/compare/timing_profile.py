@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from diffllm.compare.arms.comparable import exact_text
+from diffllm.compare.arms.comparability import exact_text
 from diffllm.compare.arms.sentences import plural
 from diffllm.config import TrainConfig
 from diffllm.config.compose import LENGTHS

@@ -10,8 +10,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from diffllm.checkpoint.directory import list_checkpoints
 from diffllm.checkpoint.manifest import read_state
+from diffllm.checkpoint.run_checkpoints import list_checkpoints
 from diffllm.compare.report.comparison import Comparison, read
 from diffllm.compare.report.curves import rows_of_gaps, sample_gaps, seed_noise
 from diffllm.compare.report.rows import Row
@@ -38,7 +38,7 @@ from diffllm.metrics.wandb_run import WandbRun, init_options
 from diffllm.metrics.wandb_start import Upload, new_id, upload
 from diffllm.metrics.wandb_uploads import store_uploaded_id, uploaded_id
 from diffllm.statistics.estimates import Estimate
-from diffllm.training.directory import shared_lock
+from diffllm.training.run_directory import shared_lock
 from diffllm.training.wandb_description import wandb_arguments, wandb_ending, with_labels
 
 COMPARISON = "comparison"

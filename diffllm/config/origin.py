@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig
 
-from diffllm.checkpoint.directory import find_checkpoint, step_of
 from diffllm.checkpoint.hf.layout import VARIANTS
 from diffllm.checkpoint.hf.model_directory import CONFIG, ModelDirectory
 from diffllm.checkpoint.hf.tokenizer import imported_prefix
+from diffllm.checkpoint.run_checkpoints import find_checkpoint, step_of
 from diffllm.config.changes import is_of_model
 from diffllm.config.compose import (
     compose_config,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from hydra.core.config_store import ConfigStore
 
-from diffllm.checkpoint.directory import CheckpointConfig
+from diffllm.checkpoint.run_checkpoints import CheckpointConfig
 from diffllm.config.run_config import EvalConfig, ProfileConfig, ResolvedConfig, RunConfig
 from diffllm.core.bounds import check_bounds
 from diffllm.core.errors import ConfigError

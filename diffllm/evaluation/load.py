@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diffllm.checkpoint.directory import step_of, with_checkpoint
 from diffllm.checkpoint.manifest import check_parameters, read_state
+from diffllm.checkpoint.run_checkpoints import step_of, with_checkpoint
 from diffllm.config import TrainConfig
 from diffllm.config.saved import load_run_config, warn_of_plugins
 from diffllm.core.errors import ConfigError

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from diffllm.checkpoint.directory import step_of
 from diffllm.checkpoint.manifest import MANIFEST
+from diffllm.checkpoint.run_checkpoints import step_of
 from diffllm.config import TrainConfig
 from diffllm.core.errors import ConfigError, choose_from, did_you_mean
 from diffllm.core.files import user_path

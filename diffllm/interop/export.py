@@ -11,11 +11,11 @@ from typing import Any
 import tokenizers
 import torch
 
-from diffllm.checkpoint.directory import step_of, with_checkpoint
 from diffllm.checkpoint.hf.layout import ARCHITECTURE, Layout, layout_of
 from diffllm.checkpoint.hf.safetensors import tensors_of, write_safetensors, writing
 from diffllm.checkpoint.hf.tokenizer import fast_tokenizer
 from diffllm.checkpoint.manifest import read_state, tokens_of
+from diffllm.checkpoint.run_checkpoints import step_of, with_checkpoint
 from diffllm.config import TrainConfig
 from diffllm.config.origin import named_in
 from diffllm.config.saved import load_run_config

@@ -10,11 +10,11 @@ from typing import Any
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from diffllm.checkpoint.directory import step_of
 from diffllm.checkpoint.hf.conversion import converted
 from diffllm.checkpoint.hf.layout import Mapped
 from diffllm.checkpoint.hf.safetensors import writing
 from diffllm.checkpoint.reader import load_tensors
+from diffllm.checkpoint.run_checkpoints import step_of
 from diffllm.checkpoint.writer import write_parameters
 from diffllm.config import load_config
 from diffllm.config.origin import Origin, implied, name_from, origin_of

@@ -14,9 +14,9 @@ from diffllm.distributed.consistency import check_same, code_version
 from diffllm.distributed.launcher import ranks_on_first_node
 from diffllm.metrics.records import read_record, stopped_text
 from diffllm.training.checks import check_pieces, former_eos
-from diffllm.training.directory import REQUEUE_FILE, RunDirectory, claim_directory, ending
 from diffllm.training.memory import check_memory
 from diffllm.training.process import Process
+from diffllm.training.run_directory import REQUEUE_FILE, RunDirectory, claim_directory, ending
 from diffllm.training.starting_point import previous_stage, starting_point
 from diffllm.training.state import continuation, corpus_of
 

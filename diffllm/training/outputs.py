@@ -28,11 +28,11 @@ from diffllm.model.generate import generate
 from diffllm.training.build import Training
 from diffllm.training.checks import learning_rate_jump
 from diffllm.training.claim import Claimed
-from diffllm.training.directory import RunDirectory, request_requeue
 from diffllm.training.loop import Outputs
 from diffllm.training.process import Process
 from diffllm.training.profiling import StepProfiler
 from diffllm.training.provenance import provenance
+from diffllm.training.run_directory import RunDirectory, request_requeue
 from diffllm.training.stalls import alert_stall
 from diffllm.training.state import LoopState
 from diffllm.training.summary import summary_text

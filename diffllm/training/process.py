@@ -19,7 +19,7 @@ from diffllm.distributed.stop import StoppedEarly, StopRequest
 from diffllm.distributed.watch import Watch
 from diffllm.distributed.world import World
 from diffllm.metrics.display import Display, RunLog
-from diffllm.training.directory import RunDirectory
+from diffllm.training.run_directory import RunDirectory
 from diffllm.training.stalls import record_stall
 from diffllm.training.state import LoopState
 

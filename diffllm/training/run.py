@@ -19,7 +19,6 @@ from diffllm.metrics.wandb_config import check_wandb
 from diffllm.training.build import build
 from diffllm.training.checks import check_named
 from diffllm.training.claim import Claimed, claim
-from diffllm.training.directory import RunDirectory, choose_path, request_requeue
 from diffllm.training.initial_values import fill
 from diffllm.training.loop import train_loop
 from diffllm.training.measure import Evaluation, Tasks, measure_documents
@@ -33,6 +32,7 @@ from diffllm.training.outputs import (
 )
 from diffllm.training.preparation import prepare_data
 from diffllm.training.process import Process, enter, leave, meet
+from diffllm.training.run_directory import RunDirectory, choose_path, request_requeue
 from diffllm.training.start import begin
 from diffllm.training.state import decide_compile
 from diffllm.training.summary import describe, headline, summarise

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from diffllm.checkpoint.directory import (
+from diffllm.checkpoint.manifest import read_state, tokens_of
+from diffllm.checkpoint.run_checkpoints import (
     SAVED,
     check_checkpoint,
     find_checkpoint,
@@ -17,7 +18,6 @@ from diffllm.checkpoint.directory import (
     newest_good,
     step_of,
 )
-from diffllm.checkpoint.manifest import read_state, tokens_of
 from diffllm.config import TrainConfig
 from diffllm.config.changes import Changes, changes_text, is_within
 from diffllm.config.origin import named_in, path_and_step
@@ -33,7 +33,7 @@ from diffllm.metrics.spikes import SpikeMonitor
 from diffllm.metrics.visible_keys import VisibleKeys
 from diffllm.model.auto_setting import AutoSetting
 from diffllm.training.build import Training, agreed_compile
-from diffllm.training.directory import RunDirectory
+from diffllm.training.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from diffllm.checkpoint.writer import Checkpointer

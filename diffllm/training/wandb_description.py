@@ -12,7 +12,7 @@ from diffllm.config.saved import yaml_dict
 from diffllm.distributed.launcher import in_sweep
 from diffllm.metrics.wandb_config import WandbConfig, split_tags, with_defaults
 from diffllm.metrics.wandb_directories import has_online, wandb_parent
-from diffllm.training.directory import RunDirectory
+from diffllm.training.run_directory import RunDirectory
 
 
 def with_labels(

@@ -15,7 +15,7 @@ from diffllm.metrics.wandb_config import RUN_ID, resolve_mode, with_variables
 from diffllm.metrics.wandb_directories import has_online, wandb_parent
 from diffllm.metrics.wandb_start import new_id
 from diffllm.metrics.wandb_uploads import uploaded_id
-from diffllm.training.directory import RunDirectory
+from diffllm.training.run_directory import RunDirectory
 
 
 def choose_wandb_id(

@@ -33,7 +33,7 @@ from diffllm.checkpoint.reader import RecordUnpickler, load_tensors
 from diffllm.cli import main
 from diffllm.core.errors import CheckpointError, UserError
 from diffllm.training.build import build
-from diffllm.training.directory import RunDirectory
+from diffllm.training.run_directory import RunDirectory
 from diffllm.training.state import resume_checkpoint
 
 ROOT = Path(diffllm.__file__).parent

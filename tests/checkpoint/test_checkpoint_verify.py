@@ -10,14 +10,14 @@ import torch
 from runs.one_rank import flip_bit, loop_of, write_checkpoint
 
 from diffllm import load_config
-from diffllm.checkpoint.directory import (
+from diffllm.checkpoint.manifest import MANIFEST, verify
+from diffllm.checkpoint.run_checkpoints import (
     CheckpointConfig,
     find_checkpoint,
     list_checkpoints,
     newest_good,
     step_of,
 )
-from diffllm.checkpoint.manifest import MANIFEST, verify
 from diffllm.checkpoint.writer import Checkpointer
 from diffllm.cli import main
 from diffllm.core.errors import CheckpointError

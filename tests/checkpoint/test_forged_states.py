@@ -12,9 +12,9 @@ from runs.json_files import read_json, write_json
 from runs.one_rank import sign, write_checkpoint
 from tiers import slow_but
 
-from diffllm.checkpoint.directory import newest_good
 from diffllm.checkpoint.manifest import faults, read_manifest, read_state
 from diffllm.checkpoint.reader import load_tensors
+from diffllm.checkpoint.run_checkpoints import newest_good
 from diffllm.cli import main
 from diffllm.compare.study.file import load_study
 from diffllm.config.saved import load_run_config

@@ -13,7 +13,7 @@ from runs.written import write_train_seconds
 
 from diffllm.cli.timing import profile_text
 from diffllm.compare.sweep.job import Ending, Job
-from diffllm.compare.sweep.plan import RunPlan
+from diffllm.compare.sweep.runs import ConfiguredRun
 from diffllm.compare.timing import Turns, arms_of_sweep, measure, plan_turns, turn_words
 from diffllm.compare.timing_profile import (
     PROFILE_FORMAT,
@@ -187,7 +187,7 @@ def test_turn_is_compiled_if_the_arm_is_compiled(monkeypatch, length):
     monkeypatch.setattr("diffllm.training.build.compiler_fault", lambda: "")
     words = [*TINY, length, "run.sweep=mine", "diagnostics.interval=5", "eval.suites=[mqar]"]
     words += ["optim.warmup_steps=40"]
-    turn = load_config(turn_words(RunPlan(words, load_config(words)), TURNS, 1))
+    turn = load_config(turn_words(ConfiguredRun(words, load_config(words)), TURNS, 1))
     assert turn.compile == (length != "steps=50")
     assert turn.steps == TURNS.warmup_steps + TURNS.timed_steps
     assert turn.run == load_config([*TINY, "run.report=false"]).run

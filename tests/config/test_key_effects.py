@@ -13,7 +13,7 @@ import pytest
 
 import diffllm.data.text.synthetic  # noqa: F401  registers data=synthetic
 from diffllm.checkpoint.hf.layout import VARIANTS, kernel_settings
-from diffllm.compare.arms.comparable import Terms, role
+from diffllm.compare.arms.comparability import Terms, role
 from diffllm.compare.study.study_hash import is_hashed
 from diffllm.config import TrainConfig, load_config
 from diffllm.config.changes import (

@@ -10,7 +10,7 @@ from diffllm.config.plugins import imported, plugin_versions
 from diffllm.config.saved import warn_of_plugins
 from diffllm.core.errors import ConfigError
 from diffllm.metrics.records import read_changes
-from diffllm.training.directory import RunDirectory, ending
+from diffllm.training.run_directory import RunDirectory, ending
 
 FILES = {
     "own.py": "import beside, json, diffllm.optim\nfrom pack import part\ndef f(): import lazily\n",

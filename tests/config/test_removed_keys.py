@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from runs.json_files import write_json
 
 from diffllm.cli import main
-from diffllm.compare.sweep.plan import plan_sweep, split_overrides
+from diffllm.compare.sweep.runs import plan_sweep, split_overrides
 from diffllm.config import compose, load_config
 from diffllm.config.overrides import REMOVED_KEYS, Removed
 from diffllm.config.saved import load_run_config

@@ -13,7 +13,7 @@ from diffllm.cli import main
 from diffllm.compare.study.file import load_study
 from diffllm.compare.study.planned_runs import DECIDING, Planned, config_of_planned
 from diffllm.compare.sweep.cluster import ClusterLauncher
-from diffllm.compare.sweep.plan import combinations, experiment_words, plan_sweep, split_overrides
+from diffllm.compare.sweep.runs import combinations, experiment_words, plan_sweep, split_overrides
 from diffllm.config import load_config
 from diffllm.config.compose import variant_config
 from diffllm.config.origin import Origin, implied

@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 from omegaconf import OmegaConf
 
-from diffllm.compare.sweep.plan import combinations, split_overrides
+from diffllm.compare.sweep.runs import combinations, split_overrides
 from diffllm.config import TrainConfig, load_config
 from diffllm.config.compose import compose_config
 from diffllm.config.overrides import FILLED_IN

@@ -9,7 +9,7 @@ from runs.ranks import run_ranks
 from test_training_ranks import BASE, END, global_batch
 from tiers import slow_but
 
-from diffllm.compare.sweep.plan import plan_sweep, split_overrides
+from diffllm.compare.sweep.runs import plan_sweep, split_overrides
 from diffllm.config import load_config
 from diffllm.core.errors import ConfigError
 from diffllm.metrics.diagnostics import named_values

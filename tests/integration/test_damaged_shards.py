@@ -17,7 +17,7 @@ from runs.command import (
 from runs.json_files import read_json, write_json
 from runs.one_rank import flip_bit
 
-from diffllm.checkpoint.directory import list_checkpoints
+from diffllm.checkpoint.run_checkpoints import list_checkpoints
 from diffllm.config import load_config
 from diffllm.data import shards
 from diffllm.data.preparation.prepare import prepare

@@ -8,7 +8,7 @@ from runs.command import refusal_of, tool, train
 from runs.json_files import read_json
 from tiers import slow_but
 
-from diffllm.training.directory import FILES
+from diffllm.training.run_directory import FILES
 
 WRITTEN = [
     *FILES, "checkpoints/.step-00000004.incomplete", "heldout/step-00000004.npz", ".lock",

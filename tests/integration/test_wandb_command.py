@@ -14,7 +14,7 @@ from wandb_server import HISTORY, StoredRun
 
 from diffllm.config.saved import load_run_config
 from diffllm.metrics.history import history
-from diffllm.training.directory import RunDirectory
+from diffllm.training.run_directory import RunDirectory
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from runs.written import study_file
 
 from diffllm import load_config
 from diffllm.compare.study.running import check_study_runs
-from diffllm.compare.sweep.plan import plan_sweep, split_overrides
+from diffllm.compare.sweep.runs import plan_sweep, split_overrides
 from diffllm.core.errors import ConfigError
 from diffllm.model import without_storage
 from diffllm.training import memory

@@ -17,7 +17,7 @@ from diffllm.config.saved import load_run_config
 from diffllm.core.bounds import sections
 from diffllm.core.errors import ConfigError
 from diffllm.core.keys import declarations
-from diffllm.training.directory import RunDirectory
+from diffllm.training.run_directory import RunDirectory
 
 SOURCES = "data.sources={web: {source: files, paths: [a.txt]}}"
 CONFIGS = {

@@ -20,7 +20,7 @@ from diffllm.config.compose import variants
 from diffllm.config.saved import load_run_config
 from diffllm.core.errors import CheckpointError, ConfigError, InUseError
 from diffllm.metrics.records import read_summary
-from diffllm.training.directory import (
+from diffllm.training.run_directory import (
     RunDirectory,
     choose_path,
     claim_directory,

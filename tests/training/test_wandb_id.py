@@ -12,7 +12,7 @@ from runs.one_rank import write_checkpoint
 from diffllm import load_config
 from diffllm.metrics.wandb_config import WandbConfig
 from diffllm.metrics.wandb_uploads import UPLOADS, store_uploaded_id
-from diffllm.training.directory import RunDirectory
+from diffllm.training.run_directory import RunDirectory
 from diffllm.training.wandb_description import record_wandb
 from diffllm.training.wandb_id import choose_wandb_id
 

@@ -1,7 +1,7 @@
 """The gap between two arms, with errors over seeds and documents, and its trend during training.
 
 Reports and studies compute every gap here, from one value per seed and arm. The arms must have had
-equal budgets, which `arms/comparable.py` and the callers check.
+equal budgets, which `arms/comparability.py` and the callers check.
 """
 
 from collections.abc import Hashable

@@ -2,7 +2,7 @@
 
 import math
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
@@ -256,12 +256,12 @@ class Run:
         return sorted(layers)
 
 
-def load_run(path: Path, load: Callable[[Path], TrainConfig] = load_run_config) -> Run:
-    """Read the directory of a finished or unfinished run; `load` reads the config.
+def load_run(path: Path) -> Run:
+    """Read the directory of a finished or unfinished run.
 
     Raises CheckpointError if a file is missing or damaged.
     """
-    cfg = load(path)
+    cfg = load_run_config(path)
     facts = read_record(path / "run.json") or {}
     summary = read_summary(path)
     changes = []

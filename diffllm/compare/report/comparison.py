@@ -6,10 +6,10 @@ from pathlib import Path
 
 from diffllm.compare.arms.arm import RunArm, Seeds, runs_of
 from diffllm.compare.arms.budget import budget_notes
-from diffllm.compare.arms.comparable import ATTENTION_PREFIX, Difference
-from diffllm.compare.arms.directories import find_runs, sweep_notes
+from diffllm.compare.arms.comparability import ATTENTION_PREFIX, Difference
 from diffllm.compare.arms.gap import arm_gap, loss_trend
 from diffllm.compare.arms.run import Run, load_run
+from diffllm.compare.arms.run_search import find_runs, sweep_notes
 from diffllm.compare.arms.sentences import plural
 from diffllm.compare.report.curves import equal_gaps
 from diffllm.compare.report.differences import row_differences

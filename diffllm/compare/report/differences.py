@@ -5,7 +5,7 @@ from typing import Any
 
 from diffllm.compare.arms.arm import runs_of
 from diffllm.compare.arms.budget import LENGTH_KEYS, planned_budgets
-from diffllm.compare.arms.comparable import (
+from diffllm.compare.arms.comparability import (
     ATTENTION_PREFIX,
     REPORT,
     Comparand,
@@ -14,9 +14,9 @@ from diffllm.compare.arms.comparable import (
     differences,
     value_text,
 )
-from diffllm.compare.arms.directories import shortlist
 from diffllm.compare.arms.heldout import HELDOUT_SPLIT
 from diffllm.compare.arms.run import Run
+from diffllm.compare.arms.run_search import shortlist
 from diffllm.compare.report.keys import (
     FACTS,
     HEADLINE,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from diffllm.compare.arms.arm import RunArm, Seeds, runs_of
-from diffllm.compare.arms.directories import shortlist
+from diffllm.compare.arms.run_search import shortlist
 from diffllm.compare.arms.sentences import (
     ends,
     finite,

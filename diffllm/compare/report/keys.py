@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from diffllm.compare.arms.budget import planned_budgets, without_length
-from diffllm.compare.arms.comparable import (
+from diffllm.compare.arms.comparability import (
     ATTENTION_PREFIX,
     CHANGED,
     COMPUTED_VALUES,

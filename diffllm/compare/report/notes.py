@@ -3,10 +3,10 @@
 from collections.abc import Collection, Iterable, Sequence
 
 from diffllm.compare.arms.arm import RunArm, have_equal_tokens, runs_of
-from diffllm.compare.arms.comparable import HASH, disagrees, shown_value
-from diffllm.compare.arms.directories import shortlist
+from diffllm.compare.arms.comparability import HASH, disagrees, shown_value
 from diffllm.compare.arms.heldout import HELDOUT, heldout_text
 from diffllm.compare.arms.run import Run, skipped_text
+from diffllm.compare.arms.run_search import shortlist
 from diffllm.compare.arms.sentences import (
     MISSING,
     finite,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from diffllm.compare.arms.arm import runs_of
-from diffllm.compare.arms.comparable import Difference
+from diffllm.compare.arms.comparability import Difference
 from diffllm.compare.arms.heldout import thin_note
 from diffllm.compare.arms.pages import (
     Block,

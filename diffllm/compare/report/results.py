@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from diffllm.compare.arms.arm import RunArm
-from diffllm.compare.arms.directories import shortlist
 from diffllm.compare.arms.run import EVAL_LOSS, Run, Series
+from diffllm.compare.arms.run_search import shortlist
 from diffllm.compare.arms.sentences import (
     digits_for,
     finite,

@@ -8,10 +8,10 @@ from textwrap import shorten
 from typing import Any, NamedTuple
 
 from diffllm.compare.arms.arm import RunArm
-from diffllm.compare.arms.comparable import ATTENTION_PREFIX, CHANGED, shown_value, value_text
-from diffllm.compare.arms.directories import shortlist
+from diffllm.compare.arms.comparability import ATTENTION_PREFIX, CHANGED, shown_value, value_text
 from diffllm.compare.arms.gap import ArmGap
 from diffllm.compare.arms.run import Metrics, Run
+from diffllm.compare.arms.run_search import shortlist
 from diffllm.compare.report.keys import HEADLINE, Keys, distinguish, has_differences, overrides
 from diffllm.config import TrainConfig
 from diffllm.statistics.estimates import Estimate

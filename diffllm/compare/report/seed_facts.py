@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from diffllm.compare.arms.comparable import conditions_of, text_of_values, value_text
+from diffllm.compare.arms.comparability import conditions_of, text_of_values, value_text
 from diffllm.compare.arms.run import Run
 from diffllm.core.keys import Declarations
 from diffllm.metrics.facts import machine_facts

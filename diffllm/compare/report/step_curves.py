@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diffllm.compare.arms.directories import is_run
 from diffllm.compare.arms.run import Run, Series, load_run
+from diffllm.compare.arms.run_search import is_run
 from diffllm.compare.report.curves import Array, Band, Spike, over_seeds
 from diffllm.core.errors import CheckpointError
 from diffllm.core.printing import to_stderr

@@ -8,7 +8,7 @@ from zlib import crc32
 from markupsafe import Markup
 
 from diffllm.compare.arms.arm import RunArm
-from diffllm.compare.arms.comparable import ATTENTION_PREFIX, shown_value
+from diffllm.compare.arms.comparability import ATTENTION_PREFIX, shown_value
 from diffllm.compare.report.keys import overrides
 from diffllm.compare.report.rows import FIRST_VARIANTS
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from diffllm.compare.arms.arm import runs_of
 from diffllm.compare.arms.budget import COST_TOLERANCE, mean_cost
-from diffllm.compare.arms.directories import find_runs
+from diffllm.compare.arms.run_search import find_runs
 from diffllm.compare.arms.sentences import MISSING, compact, percent, plural
 from diffllm.compare.study.arms import StudyArm, StudyRun
 from diffllm.compare.study.file import TOKENS, Study

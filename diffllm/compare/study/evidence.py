@@ -5,10 +5,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from diffllm.compare.arms.comparable import HASH
+from diffllm.compare.arms.comparability import HASH
 from diffllm.compare.arms.heldout import thin_note
 from diffllm.compare.arms.run import EVAL_LOSS, Run, load_run, run_value
 from diffllm.compare.study.arms import RateRun, StudyArm, StudyRun, Texts, value_of
+from diffllm.compare.study.declared_differences import settings_of
 from diffllm.compare.study.file import LR_SENSITIVITY, OF_THE_SUMMARY, TASKS, Study
 from diffllm.compare.study.planned_runs import (
     Planned,
@@ -20,9 +21,8 @@ from diffllm.compare.study.planned_runs import (
 from diffllm.compare.study.positions import position_losses
 from diffllm.compare.study.rates import choose_rates, grid_directories, rate_runs
 from diffllm.compare.study.study_hash import config_digest, is_hashed, planned_digests, study_hash
-from diffllm.compare.study.unequal import settings_of
 from diffllm.config import TrainConfig
-from diffllm.config.similar import SimilarConfigs
+from diffllm.config.saved import load_run_config
 from diffllm.core.console import track
 from diffllm.core.errors import ConfigError
 from diffllm.metrics.facts import facts_of
@@ -79,13 +79,12 @@ def read_evidence(study: Study, out: Path) -> Evidence:
 
     Raises CheckpointError if a run is damaged, and ConfigError if a run lacks the study's metric.
     """
-    configs = SimilarConfigs()
     rates: dict[str, RateRun] = {}
     marks: dict[str, str] = {}
     if study.lr:
         rates = rate_runs(out)
         for name, path in grid_directories(out).items():
-            marks[name] = configs.load(path).run.study or ""
+            marks[name] = load_run_config(path).run.study or ""
     # The grid decides the learning rates of the compared runs, so it is read first.
     choices = choose_rates(study, rates)
     chosen_rates = {choice.arm: choice.lr for choice in choices}
@@ -95,7 +94,7 @@ def read_evidence(study: Study, out: Path) -> Evidence:
     with track("reading runs", len(planned_runs)) as advance:
         for name, planned in planned_runs.items():
             if is_ended(out / name):
-                run = load_run(out / name, configs.load)
+                run = load_run(out / name)
                 digests[name] = config_digest(run.cfg, study)
                 runs[name] = read_run(run, study, planned)
             advance(1)
@@ -107,7 +106,7 @@ def read_evidence(study: Study, out: Path) -> Evidence:
             if rate is None:
                 continue
             path = out / planned.name
-            text = grid_differences(path, configs.load(path), planned, corpora)
+            text = grid_differences(path, load_run_config(path), planned, corpora)
             rates[planned.name] = replace(rate, strayed=text)
     return Evidence(runs, rates, marks, digests)
 

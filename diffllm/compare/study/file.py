@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 
-from diffllm.compare.study.unequal import check_unequal
+from diffllm.compare.study.declared_differences import check_unequal
 from diffllm.compare.timing_profile import SecondsBudget, TimingProfile
 from diffllm.config.compose import LENGTHS
 from diffllm.config.overrides import check_shared

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from diffllm.compare.arms.comparable import Terms, starting_point
+from diffllm.compare.arms.comparability import Terms, starting_point
+from diffllm.compare.study.declared_differences import allowed_names
 from diffllm.compare.study.file import FLOPS, TOKENS, Study
-from diffllm.compare.study.unequal import allowed_names
 from diffllm.compare.timing_profile import SecondsBudget
 from diffllm.config import TrainConfig
 from diffllm.config.changes import is_fixed

@@ -6,9 +6,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from diffllm.compare.arms.comparable import Comparand, differences
+from diffllm.compare.arms.comparability import Comparand, differences
 from diffllm.compare.arms.sentences import exact_note
 from diffllm.compare.study.costs import spending_problems
+from diffllm.compare.study.declared_differences import settings_of, undeclared
 from diffllm.compare.study.file import Rule, Study, better
 from diffllm.compare.study.planned_runs import (
     RATES,
@@ -24,7 +25,6 @@ from diffllm.compare.study.rates import choose_rates, next_runs, rate_runs
 from diffllm.compare.study.removed_rules import margin_note, replacement_of
 from diffllm.compare.study.size_trends import check_trends, unequal_pairs
 from diffllm.compare.study.study_hash import planned_digests, study_hash
-from diffllm.compare.study.unequal import settings_of, undeclared
 from diffllm.compare.sweep.cluster import ClusterLauncher, ranks_of_runs
 from diffllm.compare.sweep.command import (
     Place,
@@ -34,9 +34,9 @@ from diffllm.compare.sweep.command import (
     print_upload,
     run_here,
 )
-from diffllm.compare.sweep.directory import SweepDirectory
 from diffllm.compare.sweep.job import Ending, Job
-from diffllm.compare.sweep.plan import flops_of_step
+from diffllm.compare.sweep.runs import flops_of_step
+from diffllm.compare.sweep.sweep_directory import SweepDirectory
 from diffllm.config.changes import what_differs
 from diffllm.config.loading import configs_of
 from diffllm.config.matching import totals

@@ -7,10 +7,10 @@ from itertools import chain, pairwise
 import numpy as np
 
 from diffllm.compare.arms.arm import Arm
-from diffllm.compare.arms.comparable import Comparand, Terms, differences
+from diffllm.compare.arms.comparability import Comparand, Terms, differences
 from diffllm.compare.study.arms import StudyArm
+from diffllm.compare.study.declared_differences import allowed_names, difference_words
 from diffllm.compare.study.file import PARAMETERS, Rule, Study
-from diffllm.compare.study.unequal import allowed_names, difference_words
 from diffllm.config import TrainConfig
 from diffllm.config.matching import totals
 from diffllm.core.errors import ConfigError, listed

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from diffllm.compare.arms.arm import runs_of
-from diffllm.compare.arms.comparable import TOLERANCES, Comparand, Difference, differences
+from diffllm.compare.arms.comparability import TOLERANCES, Comparand, Difference, differences
 from diffllm.compare.arms.sentences import plural
 from diffllm.compare.study.arms import StudyArm
 from diffllm.compare.study.costs import spending_numbers, spending_problems
 from diffllm.compare.study.decision import Tested, apply_rules, tested_numbers
+from diffllm.compare.study.declared_differences import undeclared
 from diffllm.compare.study.evidence import Evidence, read_evidence
 from diffllm.compare.study.file import Study
 from diffllm.compare.study.planned_runs import terms_of
@@ -18,7 +19,6 @@ from diffllm.compare.study.positions import unequal_positions
 from diffllm.compare.study.rates import ChosenRate, choose_rates
 from diffllm.compare.study.removed_rules import margin_note
 from diffllm.compare.study.size_trends import unequal_pairs
-from diffllm.compare.study.unequal import undeclared
 from diffllm.config.plugin_code import several_versions
 from diffllm.core.errors import ConfigError
 from diffllm.metrics.facts import fact_declarations

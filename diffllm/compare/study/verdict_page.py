@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diffllm.compare.arms.arm import runs_of
-from diffllm.compare.arms.comparable import ATTENTION_PREFIX
+from diffllm.compare.arms.comparability import ATTENTION_PREFIX
 from diffllm.compare.arms.gap import loss_trend
 from diffllm.compare.arms.pages import (
     Block,

@@ -17,8 +17,8 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from diffllm.compare.sweep.directory import SweepDirectory
 from diffllm.compare.sweep.job import ClusterTask, Ending, Job, Stops
+from diffllm.compare.sweep.sweep_directory import SweepDirectory
 from diffllm.config.compose import hydra
 from diffllm.config.overrides import one_line
 from diffllm.config.words import for_hydra

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from diffllm.compare.sweep.cluster import ClusterLauncher, ranks_of_runs
-from diffllm.compare.sweep.directory import MESSAGE_WORDS, SweepDirectory
 from diffllm.compare.sweep.job import Ending, Job, Stops, path_for_jobs
-from diffllm.compare.sweep.plan import experiment_words, plan_sweep, split_overrides
+from diffllm.compare.sweep.runs import experiment_words, plan_sweep, split_overrides
+from diffllm.compare.sweep.sweep_directory import MESSAGE_WORDS, SweepDirectory
 from diffllm.core.errors import CheckpointError, UserError
 from diffllm.core.held_directories import reserve, take_back
 from diffllm.core.printing import echo

@@ -10,7 +10,7 @@ from typing import Any
 from diffllm.config import TrainConfig
 from diffllm.config.overrides import CONFIG_GROUPS
 from diffllm.core.names import shortened
-from diffllm.training.directory import LONGEST_NAME
+from diffllm.training.run_directory import LONGEST_NAME
 
 LONGEST_VALUE = 40
 """Most characters of a value in a run name."""

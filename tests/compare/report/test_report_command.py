@@ -9,7 +9,7 @@ from runs.json_files import write_json
 from runs.written import sweep, write_run
 
 import diffllm.compare.report.report_page
-from diffllm.compare.arms.directories import find_runs
+from diffllm.compare.arms.run_search import find_runs
 from diffllm.compare.report import write_report
 from diffllm.compare.report.comparison import read
 

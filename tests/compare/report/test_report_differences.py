@@ -9,10 +9,10 @@ import pytest
 from runs.written import edit_json, loaded, runs_in, sweep, write_run
 
 from diffllm.cli.report import report_command
-from diffllm.compare.arms.comparable import REPORT, Comparand, Terms, differences, role
+from diffllm.compare.arms.comparability import REPORT, Comparand, Terms, differences, role
 from diffllm.compare.report.comparison import compare
 from diffllm.compare.report.keys import FACTS, SEEDS, causes_of, is_deciding, keys_of_fact
-from diffllm.compare.study.unequal import settings_of
+from diffllm.compare.study.declared_differences import settings_of
 from diffllm.config import TrainConfig
 from diffllm.config.changes import is_within
 from diffllm.config.saved import flatten, yaml_dict

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from runs.written import LOWER, study_file, write_arms
 
-from diffllm.compare.arms.comparable import Comparand, Terms, differences, role
+from diffllm.compare.arms.comparability import Comparand, Terms, differences, role
+from diffllm.compare.study.declared_differences import settings_of, undeclared
 from diffllm.compare.study.running import check_study_runs
-from diffllm.compare.study.unequal import settings_of, undeclared
 from diffllm.compare.study.verdict import judge
 from diffllm.compare.study.verdict_page import verdict_page
 from diffllm.config import load_config

@@ -4,7 +4,7 @@ import pytest
 from runs.written import ALIKE, LOWER, SOONER, TWO_ARMS, study_file, write_arms
 
 from diffllm.compare.study.running import check_study_runs, next_jobs
-from diffllm.compare.sweep.directory import SweepDirectory
+from diffllm.compare.sweep.sweep_directory import SweepDirectory
 
 POWER = "{gap: 0.025, sd: 0.014}"
 TASKS = {"metric": "tasks/mqar"}

@@ -8,11 +8,11 @@ from processes import call_together
 
 from diffllm.compare.sweep.command import plan_runs
 from diffllm.compare.sweep.names import name_run, short_labels
-from diffllm.compare.sweep.plan import combinations, keys_of_sweep, split_overrides
+from diffllm.compare.sweep.runs import combinations, keys_of_sweep, split_overrides
 from diffllm.config import load_config
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import read_json
-from diffllm.training.directory import RUN_NAME
+from diffllm.training.run_directory import RUN_NAME
 
 
 def names(*words: str) -> list[str]:

@@ -19,9 +19,9 @@ from runs.written import LOWER, edit_json, edit_text, study_file, write_run
 from diffllm.compare.study.running import next_jobs
 from diffllm.compare.sweep.cluster import ClusterLauncher, first_failed, in_queue
 from diffllm.compare.sweep.command import Pace, print_outcomes
-from diffllm.compare.sweep.directory import SweepDirectory
 from diffllm.compare.sweep.job import Ending, Job, JobProcess, last_error
-from diffllm.compare.sweep.plan import plan_sweep, split_overrides
+from diffllm.compare.sweep.runs import plan_sweep, split_overrides
+from diffllm.compare.sweep.sweep_directory import SweepDirectory
 from diffllm.config import load_config
 from diffllm.config.matching import totals
 from diffllm.core.errors import ConfigError

@@ -14,7 +14,7 @@ from typing import Any
 from filelock import FileLock
 from omegaconf import OmegaConf
 
-from diffllm.checkpoint.directory import SAVED, list_checkpoints, list_incomplete, remove
+from diffllm.checkpoint.run_checkpoints import SAVED, list_checkpoints, list_incomplete, remove
 from diffllm.config import TrainConfig
 from diffllm.config.changes import Changes, changes_text, changes_training, is_within, what_differs
 from diffllm.config.saved import differences, load_run_config, with_lengths

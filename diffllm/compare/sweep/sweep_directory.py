@@ -15,7 +15,7 @@ from diffllm.core.errors import CheckpointError, ConfigError, InUseError
 from diffllm.core.files import why_no_file, write_atomic
 from diffllm.core.held_directories import hold, missing, take_back
 from diffllm.metrics.records import read_record
-from diffllm.training.directory import check_kind
+from diffllm.training.run_directory import check_kind
 
 MESSAGE_WORDS = ("sweep directory", "another run.sweep")
 """Kind of directory, and the override that chooses another, in errors of `hold` and `reserve`."""

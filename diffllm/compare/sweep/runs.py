@@ -14,7 +14,9 @@ from hydra.errors import HydraException
 from omegaconf import ListConfig
 
 from diffllm.compare.sweep.cluster import in_queue
-from diffllm.compare.sweep.directory import (
+from diffllm.compare.sweep.job import Job
+from diffllm.compare.sweep.names import config_value, name_run
+from diffllm.compare.sweep.sweep_directory import (
     Configs,
     SweepDirectory,
     begun_configs,
@@ -22,8 +24,6 @@ from diffllm.compare.sweep.directory import (
     naming_keys,
     recorded_configs,
 )
-from diffllm.compare.sweep.job import Job
-from diffllm.compare.sweep.names import config_value, name_run
 from diffllm.config import RunConfig, TrainConfig, load_config
 from diffllm.config.compose import hydra
 from diffllm.config.loading import configs_of
@@ -49,8 +49,8 @@ from diffllm.core.errors import CheckpointError, ConfigError, UserError
 from diffllm.core.files import check_length
 from diffllm.core.keys import class_declarations, declaration_of
 from diffllm.metrics.wandb_config import check_wandb
-from diffllm.training.directory import choose_path, ending
 from diffllm.training.memory import check_memory
+from diffllm.training.run_directory import choose_path, ending
 
 
 def experiment_words(words: list[str]) -> list[str]:
@@ -155,19 +155,19 @@ def word_of_value(key: str, value: Any) -> str:
     return str(Transformer.str(value))
 
 
-class RunPlan(NamedTuple):
+class ConfiguredRun(NamedTuple):
     """The overrides of a run, and its complete config."""
 
     words: list[str]
     cfg: TrainConfig
 
 
-def run_plans(overrides: list[Override]) -> list[RunPlan]:
-    """Return a plan per combination of swept values; raises ConfigError if a config is invalid."""
+def configured_runs(overrides: list[Override]) -> list[ConfiguredRun]:
+    """Return a run per combination of swept values; raises ConfigError if a config is invalid."""
     word_lists = combinations(overrides)
     configs = configs_of([partial(load_config, words) for words in word_lists])
     pairs = zip(word_lists, configs, strict=True)
-    return [RunPlan(words, cfg) for words, cfg in pairs]
+    return [ConfiguredRun(words, cfg) for words, cfg in pairs]
 
 
 def plan_sweep(
@@ -186,14 +186,14 @@ def plan_sweep(
         The locked directory, and for each run the keyword arguments of `Job`.
     """
     all_keys = [override.get_key_element() for override in overrides]
-    plans = run_plans(overrides)
-    plans[0].cfg.run.name = "run"  # `choose_path` needs a name.
-    path = choose_path(plans[0].cfg).parent
+    swept_runs = configured_runs(overrides)
+    swept_runs[0].cfg.run.name = "run"  # `choose_path` needs a name.
+    path = choose_path(swept_runs[0].cfg).parent
     directory = SweepDirectory(path, created_paths=created_paths)
     keys = naming_keys(directory, keys_of_sweep(overrides), all_keys)
     begun = begun_configs(directory)
-    shared_words = apply_older_defaults(plans, all_keys, begun)
-    runs = named_runs(plans, keys, begun)
+    shared_words = apply_older_defaults(swept_runs, all_keys, begun)
+    runs = named_runs(swept_runs, keys, begun)
     for name, run in runs.items():
         run.cfg.check_world(world_size)
         check_wandb(run.cfg.wandb)
@@ -238,7 +238,7 @@ def plan_sweep(
 
 
 def groups_of_runs(
-    directory: SweepDirectory, runs: dict[str, RunPlan], shared_words: list[str]
+    directory: SweepDirectory, runs: dict[str, ConfiguredRun], shared_words: list[str]
 ) -> dict[str, str]:
     """Check all runs of a sweep, and return their groups in wandb, which are rows of the report.
 
@@ -263,34 +263,38 @@ def keys_of_sweep(overrides: list[Override]) -> list[str]:
     return [o.get_key_element() for o in overrides if o.is_sweep_override()]
 
 
-def apply_older_defaults(plans: list[RunPlan], all_keys: list[str], begun: Configs) -> list[str]:
-    """Give all plans the older default of eval.tokens if a begun run has it.
+def apply_older_defaults(
+    swept_runs: list[ConfiguredRun], all_keys: list[str], begun: Configs
+) -> list[str]:
+    """Give all runs the older default of eval.tokens if a begun run has it.
 
     Runs of older versions measured the whole held-out split by default, so the new runs of their
-    sweep must do the same. Return the overrides that this function adds to the plans.
+    sweep must do the same. Return the overrides that this function adds.
     """
     is_older = any(cfg.eval.tokens is None for cfg in begun.values())
     if "eval.tokens" in all_keys or not is_older:
         return []
-    for words, cfg in plans:
+    for words, cfg in swept_runs:
         words.append("eval.tokens=null")
         cfg.eval.tokens = None
     return ["eval.tokens=null"]
 
 
-def named_runs(plans: list[RunPlan], keys: list[str], begun: Configs) -> dict[str, RunPlan]:
+def named_runs(
+    swept_runs: list[ConfiguredRun], keys: list[str], begun: Configs
+) -> dict[str, ConfiguredRun]:
     """Set and return the names of the runs. Several spellings of equal values give one run.
 
     Begun runs keep their names, which may be from a sweep over fewer keys.
     """
     begun_names = {name_run(cfg, keys): name for name, cfg in begun.items()}
     runs = {}
-    for plan in plans:
-        new_name = name_run(plan.cfg, keys)
+    for run in swept_runs:
+        new_name = name_run(run.cfg, keys)
         name = begun_names.get(new_name, new_name)
-        plan.cfg.run.name = name
-        plan.cfg.run.swept = keys
-        runs[name] = plan
+        run.cfg.run.name = name
+        run.cfg.run.swept = keys
+        runs[name] = run
     return runs
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from diffllm.compare.arms.comparable import (
+from diffllm.compare.arms.comparability import (
     TOLERANCES,
     Difference,
     compared_values,
