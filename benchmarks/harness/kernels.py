@@ -160,8 +160,9 @@ def kernels_of(words: list[str], tokens: int, masked: bool) -> dict[str, Any]:
     device = the_device()
     cfg = load_config([*words, "model.n_layers=1", f"seq_len={tokens}"])
     dtype = torch.bfloat16
-    cfg.model.attention.prepare(cfg.model, device, dtype, masked)
-    chosen = cfg.model.attention.choices(cfg.model, device, dtype, masked)
+    resolved = cfg.model.attention.resolve(cfg.model, device)
+    resolved.prepare(dtype, masked)
+    chosen = resolved.choices(dtype, masked)
     model = random_model(cfg.model, device, dtype)
     attention = model.layers[0].attention
     inputs = torch.randint(1, cfg.model.vocab_size, (2, tokens))

@@ -164,7 +164,8 @@ def ours(cfg: TrainConfig, device: torch.device, document_length: int | None = N
     Raises ConfigError if the attention backend cannot run on the device.
     """
     dtype = chosen_precision(cfg.precision, device).value
-    cfg.model.attention.prepare(cfg.model, device, dtype, document_length is not None)
+    attention = cfg.model.attention.resolve(cfg.model, device)
+    attention.prepare(dtype, document_length is not None)
     t = build(cfg, device, DOCUMENT_END if document_length else None)
     # The boundaries of documents are computed on the host.
     where = torch.device("cpu") if document_length else device

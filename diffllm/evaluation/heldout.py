@@ -22,7 +22,7 @@ from diffllm.core.files import open_regular, write_atomic
 from diffllm.data.shards import bits_per_byte
 from diffllm.model.attention.masks import Documents, moved
 from diffllm.model.attention.slices import Slices
-from diffllm.model.objective import Term
+from diffllm.model.loss import Term
 from diffllm.model.transformer import Transformer
 
 LOSSES_DIRECTORY = "heldout"

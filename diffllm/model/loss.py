@@ -1,16 +1,22 @@
-"""Cross-entropy loss that computes the logits of one chunk of tokens at a time.
+"""The terms of the objective, and a loss that computes the logits of one chunk of tokens at a time.
 
 Shapes: N tokens, D model width, V vocabulary.
 """
 
-from typing import Any
+from __future__ import annotations
+
+from enum import Enum
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from diffllm.model.attention.ops import at_least_float32
 from diffllm.model.auto_setting import ASKED, AutoSetting
-from diffllm.model.objective import Losses, Term
+
+if TYPE_CHECKING:
+    from diffllm.model.config import ModelConfig
 
 GPU_CHUNK = 4096
 CPU_CHUNK = 512
@@ -19,6 +25,36 @@ LARGE_WEIGHT = 2**22
 """Elements of an output weight whose float32 gradient (16 MiB) exceeds the caches of a CPU core."""
 LARGE_LOGITS = 2**25
 """Maximum number of logits in a chunk of more than `CPU_CHUNK` tokens (128 MiB in float32)."""
+
+
+class Term(Enum):
+    """A term of the objective; each member is (metric, weight_key, divisor).
+
+    metric: name of the metric that is the weighted mean of the term over the global batch.
+    weight_key: config key of the weight, below `model.`; None means weight 1.
+    divisor: count by which a sum over the global batch becomes a mean. "targets" are targets that
+        the loss does not ignore, "tokens" are positions that are not padding.
+    """
+
+    cross_entropy = ("train/loss", None, "targets")
+    z_loss = ("train/z_loss", "z_loss", "targets")
+    balance_loss = ("train/balance_loss", "moe.balance_loss", "tokens")
+    router_z_loss = ("train/router_z_loss", "moe.router_z_loss", "tokens")
+
+    def __init__(self, metric: str, weight_key: str | None, divisor: str):
+        self.metric = metric
+        self.weight_key = weight_key
+        self.divisor = divisor
+
+    def weight(self, model: ModelConfig) -> float:
+        if self.weight_key is None:
+            return 1.0
+        weight: float = attrgetter(self.weight_key)(model)
+        return weight
+
+
+Losses = dict[Term, Tensor]
+"""Terms without their weights, each summed over tokens: scalars, float32 or wider."""
 
 
 def loss_chunk(setting: int | None, device: torch.device, vocab_size: int, dim: int) -> AutoSetting:

@@ -23,8 +23,14 @@ from diffllm.model.config import ModelConfig
 from diffllm.model.ffn.moe import MoE, Routed
 from diffllm.model.ffn.router import Router
 from diffllm.model.init import Initializer, Shard, unsharded
-from diffllm.model.loss import chunk_loss, chunked_cross_entropy, loss_chunk, token_losses
-from diffllm.model.objective import Losses, Term
+from diffllm.model.loss import (
+    Losses,
+    Term,
+    chunk_loss,
+    chunked_cross_entropy,
+    loss_chunk,
+    token_losses,
+)
 from diffllm.model.rope import Rope, RotaryEmbedding
 from diffllm.model.stats import BlockStats, Probe, probe_at, stack_stats
 
@@ -297,7 +303,7 @@ class Transformer(nn.Module):
         of the same document.
         """
         cfg = self.cfg
-        settings = cfg.attention.choices(cfg, device, dtype, documents)
+        settings = cfg.attention.resolve(cfg, device).choices(dtype, documents)
         settings["loss_chunk"] = self.loss_chunk(device)
         if self.mixtures:
             settings |= self.mixtures[0].choices(device, dtype)
@@ -372,7 +378,7 @@ def build_model(cfg: Any) -> Transformer:
         raise ConfigError(f"build_model needs a TrainConfig or ModelConfig, not {cfg!r}")
     device = torch.get_default_device()
     if device.type != "meta":
-        cfg.attention.prepare(cfg, device)
+        cfg.attention.resolve(cfg, device).prepare()
     model = without_storage(cfg)  # skips the default initial values of the layers
     if device.type != "meta":
         model.to_empty(device=device)

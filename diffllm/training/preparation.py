@@ -27,7 +27,8 @@ def prepare_data(
     """
     device = process.world.device()
     dtype = chosen_precision(cfg.precision, device).value
-    cfg.model.attention.prepare(cfg.model, device, dtype, cfg.data.mask_documents)
+    attention = cfg.model.attention.resolve(cfg.model, device)
+    attention.prepare(dtype, cfg.data.mask_documents)
     process.watch.reached("the preparation of the corpus")
     process.display.print(f"run {claimed.path}: preparing data")
     # Not stored in cfg: config.yaml must contain only the EOS that the user sets.

@@ -22,7 +22,7 @@ from diffllm.metrics.diagnostics import (
 )
 from diffllm.model.attention.masks import moved
 from diffllm.model.attention.slices import Slices
-from diffllm.model.objective import Term
+from diffllm.model.loss import Term
 from diffllm.model.transformer import TrainOutput
 from diffllm.optim import learning_rate, update
 from diffllm.training.build import Training

@@ -16,7 +16,7 @@ from tiers import slow_but
 from diffllm import build_model
 from diffllm.config import load_config
 from diffllm.core.targets import CONTEXT_TARGET, PADDING_TARGET
-from diffllm.model.objective import Term
+from diffllm.model.loss import Term
 from diffllm.training.build import build
 from diffllm.training.step import Due, train_step
 

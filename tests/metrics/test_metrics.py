@@ -18,7 +18,7 @@ from diffllm.core.errors import ConfigError
 from diffllm.metrics.sinks import MetricsFile, Sinks
 from diffllm.metrics.steps import STEP_DTYPE, StepsFile
 from diffllm.metrics.table import METRICS, metric_of
-from diffllm.model.objective import Term
+from diffllm.model.loss import Term
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

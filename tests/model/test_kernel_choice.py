@@ -14,6 +14,7 @@ from variants import small_config
 from diffllm import build_model
 from diffllm.core.errors import ConfigError
 from diffllm.model.attention import kernels, ops
+from diffllm.model.attention.diff_v1 import Values
 from diffllm.model.attention.kernels import Kernel, prepare_backend, training_kernel
 from diffllm.model.attention.masks import Documents, Packed
 from diffllm.model.attention.ops import Backend
@@ -170,7 +171,7 @@ def test_training_mask_type_matches_chosen_attention_kernel(
 def test_kernel_head_width_depends_on_attention_variant_and_value_layout():
     def width(variant, *extra, head_dim=8, device=CPU):
         cfg = small_config(variant, head_dim=head_dim, extra=extra)
-        return cfg.model.attention.kernel_width(cfg.model, device)
+        return cfg.model.attention.resolve(cfg.model, device).width
 
     assert width("standard") == width("diff_v2") == width("gated") == 8
     assert width("diff_v1", "model.attention.values=split") == 8
@@ -180,6 +181,21 @@ def test_kernel_head_width_depends_on_attention_variant_and_value_layout():
     assert width("diff_v1", head_dim=72, device=CUDA) == 72
     assert width("diff_v1", head_dim=128) == 256
     assert width("diff_v1", "model.attention.values=wide", head_dim=128, device=CUDA) == 256
+
+
+def test_moved_model_resolves_device_dependent_settings_for_new_device():
+    model = build_model(small_config("diff_v1").model)
+    attention = model.layers[0].attention
+    assert attention.resolved == model.cfg.attention.resolve(model.cfg, CPU)
+    model.to("meta")
+    assert attention.resolved == model.cfg.attention.resolve(model.cfg, torch.device("meta"))
+    assert attention.resolved.settings["values"].reason == "2 x 8 on the meta"
+
+
+def test_settled_config_has_chosen_layout_of_values_instead_of_auto():
+    cfg = small_config("diff_v1", head_dim=128).model
+    layouts = [cfg.attention.resolve(cfg, device).settled.values for device in (CPU, CUDA)]
+    assert layouts == [Values.wide, Values.split]
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from tiers import pairs
 from diffllm.model.ffn import experts
 from diffllm.model.ffn.moe import MoE, MoEConfig
 from diffllm.model.ffn.router import Balance, Router, Score
-from diffllm.model.objective import Term
+from diffllm.model.loss import Term
 
 DIM, WIDTH, EXPERTS, TOP_K = 8, 12, 5, 2
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}

@@ -9,7 +9,7 @@ from variants import LOSSES, MIXTURE, VARIANTS, small_config, small_model
 
 from diffllm import build_model
 from diffllm.model.ffn.moe import MoE, SwiGLU
-from diffllm.model.objective import Term
+from diffllm.model.loss import Term
 
 shared_model = cache(small_model)
 

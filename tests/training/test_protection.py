@@ -13,7 +13,7 @@ from tiers import slow_but
 
 from diffllm.config import load_config
 from diffllm.metrics.spikes import SpikeMonitor
-from diffllm.model.objective import Term
+from diffllm.model.loss import Term
 from diffllm.optim import Guard, SkipStep
 from diffllm.training.build import build
 from diffllm.training.step import Due, train_step

@@ -18,7 +18,7 @@ from torch import Tensor
 from diffllm.config import Precision, load_config
 from diffllm.config.plugins import config_directory
 from diffllm.distributed.gradients import local
-from diffllm.model.objective import Term
+from diffllm.model.loss import Term
 from diffllm.training.build import Training, build
 from diffllm.training.step import train_step
 

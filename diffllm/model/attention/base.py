@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diffllm.core.keys import key
-from diffllm.model.attention.kernels import prepare_backend, training_kernel, training_mask
+from diffllm.model.attention.kernels import Resolved, training_mask
 from diffllm.model.attention.masks import Documents, Mask, WholeMask
 from diffllm.model.attention.ops import Backend, attend, attention_scores, attention_weights
 from diffllm.model.attention.slices import degrees
-from diffllm.model.auto_setting import AutoSetting
 from diffllm.model.init import Initializer
 from diffllm.model.rope import Rope, apply_rope
 
@@ -64,54 +62,9 @@ class AttentionConfig:
     def validate(self, model: ModelConfig) -> None:
         """Raise ConfigError if this attention variant does not support the shape of `model`."""
 
-    def kernel_width(self, model: ModelConfig, device: torch.device) -> int:
-        """Return the largest head width of queries, keys and values in kernel calls on `device`."""
-        return model.head_dim
-
-    @property
-    def explicit_mask(self) -> bool:
-        """Whether this variant supports document masking only with a boolean mask tensor."""
-        return False
-
-    def choices(
-        self, model: ModelConfig, device: torch.device, dtype: torch.dtype, documents: bool
-    ) -> dict[str, AutoSetting]:
-        """Return the chosen value of each setting that depends on `device`, and the reason for it.
-
-        The keys are setting names. "attention" is the training `Kernel`; variants may add other
-        settings. `dtype` is the dtype of queries and keys. If `documents` is true, queries see only
-        keys of the same document.
-        """
-        return {"attention": self.kernel(model, device, dtype, documents)}
-
-    def kernel(
-        self, model: ModelConfig, device: torch.device, dtype: torch.dtype, documents: bool
-    ) -> AutoSetting:
-        """Return the `Kernel` for training and the reason for it; for arguments, see `choices`."""
-        width = self.kernel_width(model, device)
-        return training_kernel(self.backend, device, dtype, width, documents, self.explicit_mask)
-
-    def settled(self, model: ModelConfig, device: torch.device) -> AttentionConfig:
-        """Return the config with the value chosen for `device` in place of each `auto`."""
-        return self
-
-    def prepare(
-        self,
-        model: ModelConfig,
-        device: torch.device,
-        dtype: torch.dtype | None = None,
-        documents: bool = False,
-    ) -> None:
-        """Raise ConfigError if the attention kernel cannot run on `device`.
-
-        For backend=flash, load the flash-attn package and run its kernel on small tensors. `dtype`
-        is the dtype of queries and keys; None means that the dtype is not checked. If `documents`
-        is true, queries see only keys of the same document.
-        """
-        width = self.kernel_width(model, device)
-        # With an explicit mask, the kernel itself need not support documents.
-        kernel_masks_documents = documents and not self.explicit_mask
-        prepare_backend(self.backend, device, width, dtype, kernel_masks_documents)
+    def resolve(self, model: ModelConfig, device: torch.device) -> Resolved:
+        """Decide the settings that depend on `device`; see the fields of `Resolved`."""
+        return Resolved(self, device, model.head_dim)
 
 
 class KVCache:
@@ -224,7 +177,7 @@ class Attention(nn.Module):
         self.n_query_heads = n_query_heads or model.n_heads
         self.backend = model.attention.backend
         self.context_scale = model.attention.context_scale
-        self.kernel = partial(model.attention.kernel, model)
+        self.model_cfg = model
         q_dim = self.n_query_heads * self.head_dim
         kv_dim = self.n_kv_heads * self.head_dim
         context_dim = context_dim or q_dim
@@ -236,6 +189,13 @@ class Attention(nn.Module):
             self.q_norm = nn.RMSNorm(self.head_dim, model.norm_eps)
             self.k_norm = nn.RMSNorm(self.head_dim, model.norm_eps)
         self.qk_norm = model.qk_norm
+        self.resolved = model.attention.resolve(model, self.wo.weight.device)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Attention:
+        # Methods such as `to` and `to_empty` call this method to move the parameters.
+        super()._apply(*args, **kwargs)
+        self.resolved = self.model_cfg.attention.resolve(self.model_cfg, self.wo.weight.device)
+        return self
 
     def statistics(self, aux: Aux) -> dict[str, Tensor]:
         """Return metrics that only this variant has: float32 scalars by metric name.
@@ -328,9 +288,8 @@ class Attention(nn.Module):
         `dtype` is the dtype of queries and keys. If `documents` is given, queries see only keys of
         the same document.
         """
-        has_documents = documents is not None
-        kernel = self.kernel(tokens.device, dtype, has_documents).value
-        return training_mask(kernel, documents, tokens)
+        kernel = self.resolved.kernel(dtype, documents=documents is not None)
+        return training_mask(kernel.value, documents, tokens)
 
     def reset_parameters(self, init: Initializer) -> None:
         """Initialise all buffers, and all parameters except matrices and norm weights.

@@ -5,7 +5,7 @@ differential heads. There are K/2 value heads of width 2d.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 
@@ -16,7 +16,7 @@ from diffllm.core.errors import ConfigError
 from diffllm.core.keys import key
 from diffllm.core.registry import schema
 from diffllm.model.attention.base import Attention, AttentionConfig, Aux, KVCache, Maps
-from diffllm.model.attention.kernels import Kernel
+from diffllm.model.attention.kernels import Kernel, Resolved
 from diffllm.model.attention.masks import Mask, Sliced
 from diffllm.model.attention.ops import (
     Backend,
@@ -37,7 +37,7 @@ FAST_WIDTH = 128
 class Values(Enum):
     """Shape in which the attention kernel gets the values of width 2d.
 
-    auto: wide or split, depending on head_dim and the device.
+    auto: split on a GPU if 2d exceeds 128, else wide.
     wide: one value head of width 2d per pair of key heads.
     split: two value heads of width d per pair of key heads. The kernel computes each map twice.
     """
@@ -120,32 +120,16 @@ class DiffV1Config(AttentionConfig):
                 "multiplied by 1 - lambda_init: choose another value"
             )
 
-    def kernel_width(self, model: ModelConfig, device: torch.device) -> int:
-        layout = values_layout(self.values, model.head_dim, device).value
-        if layout is Values.wide:
-            return 2 * model.head_dim
-        return model.head_dim
-
-    @property
-    def explicit_mask(self) -> bool:
-        return self.clamp
-
-    def choices(
-        self, model: ModelConfig, device: torch.device, dtype: torch.dtype, documents: bool
-    ) -> dict[str, AutoSetting]:
-        if self.clamp:
-            return {"attention": AutoSetting(Kernel.explicit, "no fused kernel clamps maps")}
+    def resolve(self, model: ModelConfig, device: torch.device) -> Resolved:
         layout = values_layout(self.values, model.head_dim, device)
-        settings = super().choices(model, device, dtype, documents)
-        settings["values"] = AutoSetting(layout.value.name, layout.reason)
-        return settings
-
-    def settled(self, model: ModelConfig, device: torch.device) -> "DiffV1Config":
-        # `validate` refuses values=split with clamp, and explicit maps have no layout to choose.
+        width = model.head_dim
+        if layout.value is Values.wide:
+            width = 2 * model.head_dim
         if self.clamp:
-            return self
-        layout = values_layout(self.values, model.head_dim, device)
-        return replace(self, values=layout.value)
+            # Explicit maps have no layout to choose; `validate` refuses values=split with clamp.
+            kernel = AutoSetting(Kernel.explicit, "no fused kernel clamps maps")
+            return Resolved(self, device, width, explicit_mask=True, only_kernel=kernel)
+        return Resolved(self, device, width, settings={"values": layout})
 
 
 class DiffV1Attention(Attention):
@@ -213,7 +197,7 @@ class DiffV1Attention(Attention):
             # Exchange queries and keys once for both halves.
             kernel = partial(self.attend, mask=mask.mask)
             return mask.slices.around(kernel, q, k, v)
-        layout = values_layout(self.cfg.values, self.head_dim, q.device).value
+        layout = self.resolved.settings["values"].value
         # One query reads wide values from the cache; halves would copy the cache.
         if layout is Values.wide or q.shape[1] == 1:
             return super().attend(q, k, v, mask)

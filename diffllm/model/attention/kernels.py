@@ -1,9 +1,13 @@
 """Choose the attention kernel for training, build its masks, and load flash-attn."""
 
+from __future__ import annotations
+
 import functools
 import importlib.util
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,6 +30,9 @@ from diffllm.model.attention.ops import (
     varlen,
 )
 from diffllm.model.auto_setting import ASKED, AutoSetting, dtype_name
+
+if TYPE_CHECKING:
+    from diffllm.model.attention.base import AttentionConfig
 
 
 class Kernel(StrEnum):
@@ -57,6 +64,55 @@ DOCUMENTS_ON_HOPPER = AutoSetting(
 )
 """Kernel for masked documents on Hopper and Blackwell without flash-attn-4. Benchmarks replace this
 value by `Kernel.varlen`."""
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """An attention config on one device: everything that depends on the device is decided."""
+
+    config: AttentionConfig
+    device: torch.device
+    width: int
+    """Largest head width of queries, keys and values in kernel calls."""
+    explicit_mask: bool = False
+    """Whether this variant supports document masking only with a boolean mask tensor."""
+    only_kernel: AutoSetting | None = None
+    """The `Kernel` of a variant that supports no other kernel, with the reason."""
+    settings: dict[str, AutoSetting] = field(default_factory=dict)
+    """Value of each device-dependent config key, with the reason."""
+
+    @property
+    def settled(self) -> AttentionConfig:
+        """The config with the chosen value of each device-dependent key, such as `auto`."""
+        values = {name: setting.value for name, setting in self.settings.items()}
+        return replace(self.config, **values)
+
+    def kernel(self, dtype: torch.dtype, documents: bool) -> AutoSetting:
+        """Return the `Kernel` for training, and the reason for the choice.
+
+        `dtype` is the dtype of queries and keys. If `documents` is true, queries see only keys of
+        the same document.
+        """
+        if self.only_kernel is not None:
+            return self.only_kernel
+        backend = self.config.backend
+        return training_kernel(
+            backend, self.device, dtype, self.width, documents, self.explicit_mask
+        )
+
+    def choices(self, dtype: torch.dtype, documents: bool) -> dict[str, AutoSetting]:
+        """Return `settings` and, as "attention", the kernel; for the arguments, see `kernel`."""
+        return {"attention": self.kernel(dtype, documents), **self.settings}
+
+    def prepare(self, dtype: torch.dtype | None = None, documents: bool = False) -> None:
+        """Raise ConfigError if the attention kernel cannot run on the device.
+
+        For backend=flash, load the flash-attn package and run its kernel on small tensors. For the
+        arguments, see `kernel`; if `dtype` is None, the dtype is not checked.
+        """
+        # With an explicit mask, the kernel itself need not support documents.
+        kernel_masks_documents = documents and not self.explicit_mask
+        prepare_backend(self.config.backend, self.device, self.width, dtype, kernel_masks_documents)
 
 
 def training_kernel(

@@ -13,6 +13,7 @@ from diffllm.core.errors import ConfigError
 from diffllm.core.keys import key
 from diffllm.core.registry import schema
 from diffllm.model.attention.base import Attention, AttentionConfig, Aux, Maps
+from diffllm.model.attention.kernels import Resolved
 from diffllm.model.attention.masks import Mask, Sliced, WholeMask
 from diffllm.model.attention.ops import Backend, attend, attention_weights
 from diffllm.model.config import ModelConfig
@@ -52,14 +53,11 @@ class StandardConfig(AttentionConfig):
     def build(self, model: ModelConfig, layer_idx: int) -> "StandardAttention":
         return StandardAttention(model, self)
 
-    def kernel_width(self, model: ModelConfig, device: torch.device) -> int:
+    def resolve(self, model: ModelConfig, device: torch.device) -> Resolved:
+        width = model.head_dim
         if self.sink is Sink.learned:
-            return model.head_dim + SINK_CHANNELS
-        return model.head_dim
-
-    @property
-    def explicit_mask(self) -> bool:
-        return self.sink is not Sink.none
+            width += SINK_CHANNELS
+        return Resolved(self, device, width, explicit_mask=self.sink is not Sink.none)
 
     def validate(self, model: ModelConfig) -> None:
         heads = self.query_heads * model.n_heads

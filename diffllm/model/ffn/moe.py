@@ -22,7 +22,7 @@ from diffllm.model.ffn.router import (
     sequence_balance,
     tokens_per_expert,
 )
-from diffllm.model.objective import Losses, Term
+from diffllm.model.loss import Losses, Term
 
 
 class SwiGLU(nn.Module):
