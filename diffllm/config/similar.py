@@ -8,6 +8,7 @@ from diffllm.config.saved import load_run_config
 from diffllm.config.schema import TrainConfig
 from diffllm.config.yaml_file import LARGEST_YAML
 from diffllm.core.files import read_text, readable
+from diffllm.core.run_files import RunFile
 
 WHOLE_NUMBER = re.compile(r"0|[1-9]\d{0,17}")
 FLOAT = re.compile(r"\d+\.\d+(e[+-]\d{2})?")
@@ -36,7 +37,7 @@ class SimilarConfigs:
 
     def load(self, run: Path) -> TrainConfig:
         """Load the config of a run directory; the result equals that of `load_run_config`."""
-        file = run / "config.yaml"
+        file = run / RunFile.CONFIG
         if not file.is_file():
             return load_run_config(run)
         with readable(file):

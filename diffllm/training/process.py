@@ -21,6 +21,7 @@ from diffllm.config import TrainConfig
 from diffllm.config.overrides import SECRET
 from diffllm.core import VERSION
 from diffllm.core.errors import AgreedError, ConfigError, UserError
+from diffllm.core.run_files import RunFile, sweep_log
 from diffllm.distributed.consistency import code_version
 from diffllm.distributed.stop import StoppedEarly, StopRequest
 from diffllm.distributed.watch import Watch
@@ -89,7 +90,7 @@ def in_sweep() -> bool:
 
 
 def log_file(path: Path) -> Path:
-    return path.with_name(f"{path.name}.log") if in_sweep() else path / "run.log"
+    return sweep_log(path) if in_sweep() else path / RunFile.LOG
 
 
 PACKAGES = (

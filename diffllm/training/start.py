@@ -20,6 +20,7 @@ from diffllm.config.run_config import CARRIED_PREFIXES
 from diffllm.config.saved import flatten, yaml_dict
 from diffllm.core.errors import UserError
 from diffllm.core.keys import declaration_of, declarations
+from diffllm.core.run_files import RunFile, RunFolder, read_facts, stopped_text
 from diffllm.data.mixture import Prepared
 from diffllm.data.preparation.prepare import RunHashes, prepare
 from diffllm.data.sequences import packing_counts
@@ -28,7 +29,6 @@ from diffllm.data.tokenizer import tokenizer_in
 from diffllm.distributed.consistency import check_same, check_tensors, code_version
 from diffllm.distributed.launcher import keep_mode, ranks_on_first_node
 from diffllm.metrics.events import Event, append_stall
-from diffllm.metrics.records import read_record, stopped_text
 from diffllm.model import without_storage
 from diffllm.model.config import InitMatch
 from diffllm.training.build import Training, chosen_precision
@@ -40,7 +40,7 @@ from diffllm.training.checks import (
     former_eos,
     starting_point,
 )
-from diffllm.training.directory import REQUEUE_FILE, RunDirectory, claim_directory, ending
+from diffllm.training.directory import RunDirectory, claim_directory, ending
 from diffllm.training.initial_values import (
     carried,
     match_initial_values,
@@ -144,10 +144,10 @@ def claim_on_rank_0(
             if former:
                 run = former.absolute().parent.parent
                 eos_token = former_eos(run, cfg.data)
-                record = read_record(run / "run.json") or {}
+                record = read_facts(run)
                 tokenizer_hash = record.get("tokenizer")
             check_pieces(cfg, eos_token)
-        (directory.path / REQUEUE_FILE).unlink(missing_ok=True)
+        (directory.path / RunFile.REQUEUE).unlink(missing_ok=True)
     except UserError:
         directory.withdraw()
         raise
@@ -260,7 +260,7 @@ def meet(
     torch.manual_seed(cfg.seed)
     process.watch.reached("the connection of the ranks")
     process.world.init_process_group(device, cfg.distributed)
-    process.watch.traces = path / "traces"
+    process.watch.traces = path / RunFolder.TRACES
     process.watch.on_end = process.display.stop
     process.watch.on_stall = partial(record_stall, path, state)
 

@@ -12,11 +12,12 @@ from tiers import slow_but
 from torch.distributed.checkpoint import FileSystemWriter
 
 from diffllm import load_config
-from diffllm.checkpoint.directory import CheckpointConfig, list_checkpoints, step_of
+from diffllm.checkpoint.directory import CheckpointConfig
 from diffllm.checkpoint.manifest import check_parameters, read_state
 from diffllm.checkpoint.reader import load_tensors
 from diffllm.checkpoint.writer import Checkpointer
 from diffllm.core.errors import AgreedByAll, CheckpointError
+from diffllm.core.run_files import list_checkpoints, step_of
 from diffllm.distributed.gradients import local
 from diffllm.training.build import Training, build
 from diffllm.training.state import LoopState, save

@@ -10,17 +10,12 @@ import torch
 from runs.one_rank import flip_bit, gloo_group, loop_of, write_checkpoint
 
 from diffllm import load_config
-from diffllm.checkpoint.directory import (
-    CheckpointConfig,
-    find_checkpoint,
-    list_checkpoints,
-    newest_good,
-    step_of,
-)
+from diffllm.checkpoint.directory import CheckpointConfig, find_checkpoint, newest_good
 from diffllm.checkpoint.manifest import MANIFEST, verify
 from diffllm.checkpoint.writer import Checkpointer
 from diffllm.cli import main
 from diffllm.core.errors import CheckpointError
+from diffllm.core.run_files import list_checkpoints, step_of
 from diffllm.training.state import resume_checkpoint
 
 STATE = {"parameters": {"w": [2, 3]}, "ranks": 1, "loop": {"step": 1}}

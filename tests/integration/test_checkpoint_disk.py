@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from runs.command import Gate, finish, metric_lines, start, the_error
 
-from diffllm.checkpoint.directory import list_checkpoints, step_of
 from diffllm.checkpoint.manifest import verify
+from diffllm.core.run_files import list_checkpoints, step_of
 
 LAST = 24
 WORDS = (f"steps={LAST}", "checkpoint.interval=4", "log_interval=1", f"eval.interval={LAST}")

@@ -13,7 +13,7 @@ import pytest
 from runs.command import Gate, finish, prepared_corpus, start, the_error
 from tiers import slow_but
 
-from diffllm.checkpoint.directory import list_checkpoints
+from diffllm.core.run_files import list_checkpoints
 
 STEPS = 12
 WORDS = (f"steps={STEPS}", "eval.interval=6", "checkpoint.interval=100", "log_interval=4")
