@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from runs.written import config_yaml
 
 from diffllm.cli.events import table_of
-from diffllm.compare.arms.run import Metrics, read_metrics
+from diffllm.compare.arms.run import Metrics
 from diffllm.compare.study.file import Study, load_study
 from diffllm.compare.sweep.sweep_directory import SweepDirectory
 from diffllm.config import TrainConfig
@@ -22,11 +22,11 @@ from diffllm.config.saved import load_run_config
 from diffllm.config.words import with_recipe
 from diffllm.config.yaml_file import parse_yaml
 from diffllm.core.errors import CheckpointError, UserError
+from diffllm.core.run_files import metrics_lines, read_changes, read_record
 from diffllm.data.tasks.task import OwnFile
 from diffllm.evaluation.evaluation import all_results, read_result, store_result
 from diffllm.evaluation.heldout import DocumentLosses, document_losses
 from diffllm.metrics.events import Event, read_events
-from diffllm.metrics.records import read_changes, read_record
 
 pytestmark = pytest.mark.fuzz
 FACTS = {
@@ -108,7 +108,7 @@ FILES: dict[str, tuple[Any, Callable[[Path], Any], Callable[[Any], None]]] = {
     "summary.json": (SUMMARY, read_record, usable_record),
     "changes.jsonl": (CHANGE, lambda file: read_changes(file.parent), usable_changes),
     "events.jsonl": (EVENT, lambda file: read_events(file.parent), usable_events),
-    "metrics.jsonl": (METRICS, lambda file: read_metrics(file.parent), usable_metrics),
+    "metrics.jsonl": (METRICS, lambda file: Metrics(metrics_lines(file.parent)), usable_metrics),
     "config.yaml": (CONFIG, lambda file: load_run_config(file.parent), usable_config),
     "sweep.json": (SWEEP, lambda file: SweepDirectory(file.parent), usable_sweep),
     "study.yaml": (STUDY, load_study, usable_study),

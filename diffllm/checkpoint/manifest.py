@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from diffllm.core.errors import CheckpointError
 from diffllm.core.files import read_json, sync
+from diffllm.core.run_files import COMPLETE, INCOMPLETE, step_of
 from diffllm.data.mixture_order import check_place
 from diffllm.metrics.spikes import SpikeMonitor
 from diffllm.metrics.visible_keys import VisibleKeys
@@ -32,9 +33,9 @@ if TYPE_CHECKING:
 
 FORMAT = 2
 MANIFEST = "manifest.json"
-REQUIRED = (".metadata", "state.json")
+STATE = "state.json"
+REQUIRED = (".metadata", STATE)
 SHA256 = re.compile(r"[0-9a-f]{64}")
-DIRECTORY_NAME = re.compile(r"\.?step-(\d{1,18})(\.incomplete)?")
 
 
 @dataclass(frozen=True)
@@ -67,14 +68,16 @@ def complete(path: Path, step: int, state: str, files: Manifest) -> None:
     file, by file name.
     """
     # The files must be on disk before the caller renames the directory to its final name.
-    (path / "state.json").write_text(state, encoding="utf-8")
-    sync(path / "state.json")
+    (path / STATE).write_text(state, encoding="utf-8")
+    sync(path / STATE)
     # The manifest last: it contains the checksums of all other files.
     write_manifest(path, step, files | file_records(path / name for name in REQUIRED))
 
 
 def write_manifest(path: Path, step: int, manifest: Manifest) -> None:
-    files = {name: vars(record) for name, record in sorted(manifest.items())}
+    files = {}
+    for name, record in sorted(manifest.items()):
+        files[name] = vars(record)
     content = {"format": FORMAT, "step": step, "files": files}
     (path / MANIFEST).write_text(json.dumps(content, indent=1), encoding="utf-8")
     sync(path / MANIFEST)
@@ -104,12 +107,12 @@ def reading(path: Path, name: str) -> Iterator[dict[str, Any]]:
             raise ValueError(f"does not have format {FORMAT}, which this version reads")
         step = content.get("step")
         # A renamed directory would otherwise pass as a checkpoint of another step.
-        match = DIRECTORY_NAME.fullmatch(path.name)
+        names_step = COMPLETE.fullmatch(path.name) or INCOMPLETE.fullmatch(path.name)
         # `type`, not `isinstance`: JSON's true is an int in Python.
         if type(step) is not int or step < 0:
             raise ValueError("has no valid step")
-        if match and step != int(match[1]):
-            raise ValueError(f"has step {step}, but the directory name has {int(match[1])}")
+        if names_step and step != step_of(path):
+            raise ValueError(f"has step {step}, but the directory name has {step_of(path)}")
         yield content
     except (ValueError, OSError) as error:
         problem = str(error)
@@ -213,7 +216,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
     Raises CheckpointError if the file is missing or invalid.
     """
-    with reading(path, "state.json") as state:
+    with reading(path, STATE) as state:
         for name, kinds in STATE_ENTRIES.items():
             if name not in state or type(state[name]) not in kinds:
                 raise ValueError(f"has no valid {name}")

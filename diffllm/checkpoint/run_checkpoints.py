@@ -14,11 +14,9 @@ from diffllm.core.errors import CheckpointError, ConfigError, UserError, listed
 from diffllm.core.held_directories import numbered
 from diffllm.core.keys import key
 from diffllm.core.printing import to_stderr
+from diffllm.core.run_files import RunFolder, hidden_path, list_checkpoints, step_of
 
 SECONDS = {"s": 1, "min": 60, "h": 3600}
-SAVED = "saved.json"
-"""Name of the file that contains the last saved step. The file is next to `checkpoints/`, not
-inside, because `checkpoints/` may be on a separate disk that is not mounted."""
 DURATION = re.compile(rf"(\d+(?:\.\d+)?)({'|'.join(SECONDS)})")
 
 
@@ -71,33 +69,6 @@ ATTEMPTS = 20
 """Maximum number of attempts of a reader whose run deletes checkpoints during the read."""
 
 
-def step_of(path: Path) -> int:
-    return int(path.name.removesuffix(".incomplete").rpartition("-")[2])
-
-
-def checkpoint_path(directory: Path, step: int) -> Path:
-    return directory / f"step-{step:08d}"
-
-
-def hidden_path(directory: Path, step: int) -> Path:
-    return directory / f".step-{step:08d}.incomplete"
-
-
-def list_checkpoints(directory: Path) -> list[Path]:
-    """List the complete checkpoint directories in `directory`, oldest first."""
-    checkpoints = []
-    for path in directory.glob("step-*"):
-        if re.fullmatch(r"step-\d{1,18}", path.name) and path.is_dir():
-            checkpoints.append(path)
-    return sorted(checkpoints, key=step_of)
-
-
-def list_incomplete(directory: Path) -> list[Path]:
-    """List the checkpoint directories in `directory` that are partly saved or partly deleted."""
-    paths = directory.glob(".step-*.incomplete")
-    return sorted(p for p in paths if re.fullmatch(r"\.step-\d{1,18}\.incomplete", p.name))
-
-
 def newest_good(paths: Sequence[Path]) -> Path | None:
     """Return the newest undamaged checkpoint directory in `paths`, which is sorted oldest first.
 
@@ -140,7 +111,7 @@ def find_checkpoint(run: Path, step: int = 0) -> Path:
     If `step` is 0, return the newest undamaged checkpoint directory. Raises CheckpointError if the
     checkpoint of step `step` is missing or damaged, or if the run has no undamaged checkpoint.
     """
-    checkpoints = {step_of(path): path for path in list_checkpoints(run / "checkpoints")}
+    checkpoints = {step_of(path): path for path in list_checkpoints(run / RunFolder.CHECKPOINTS)}
     if not checkpoints:
         raise CheckpointError(
             f"{run} has no complete checkpoint; resume the run until a checkpoint is saved"

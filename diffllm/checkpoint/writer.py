@@ -21,21 +21,12 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from diffllm.checkpoint.manifest import FORMAT, Manifest, complete, file_records
 from diffllm.checkpoint.reader import failure_reason
-from diffllm.checkpoint.run_checkpoints import (
-    SAVED,
-    CheckpointConfig,
-    checkpoint_path,
-    hidden_path,
-    list_checkpoints,
-    prune,
-    remove,
-    set_aside,
-    step_of,
-)
+from diffllm.checkpoint.run_checkpoints import CheckpointConfig, prune, remove, set_aside
 from diffllm.core.atomic_directories import publish
 from diffllm.core.errors import AgreedByAll, AgreedError, CheckpointError
 from diffllm.core.files import replace_file
 from diffllm.core.printing import to_stderr
+from diffllm.core.run_files import RunFile, checkpoint_path, hidden_path, list_checkpoints, step_of
 from diffllm.distributed.world import BACKGROUND
 
 Part = Manifest | str
@@ -226,7 +217,7 @@ class Checkpointer:
         except (OSError, CheckpointError) as error:
             shutil.rmtree(hidden, ignore_errors=True)
             return failure_reason(error)
-        saved = self.directory.parent / SAVED
+        saved = self.directory.parent / RunFile.SAVED
         try:
             replace_file(saved, json.dumps({"step": step}) + "\n")
         except OSError as error:
@@ -315,7 +306,9 @@ def write_parameters(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         dcp.save(named_tensors, storage_writer=TensorWriter(path), no_dist=True)
-    shapes = {name: list(tensors[name].shape) for name in parameters}
+    shapes = {}
+    for name in parameters:
+        shapes[name] = list(tensors[name].shape)
     state = {"format": FORMAT, "step": 0, "parameters": shapes, "ranks": 1, "loop": None}
     complete(path, 0, json.dumps(state), file_records(path.glob("*.distcp")))
     return path

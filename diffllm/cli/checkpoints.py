@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from diffllm.checkpoint.manifest import faults, read_state
-from diffllm.checkpoint.run_checkpoints import list_checkpoints, list_incomplete, step_of
 from diffllm.cli.arguments import RunArguments, argument, parse
 from diffllm.core.errors import CheckpointError
 from diffllm.core.printing import Table, echo, echo_json
+from diffllm.core.run_files import RunFolder, list_checkpoints, list_incomplete, step_of
 from diffllm.metrics.display import duration
 
 
@@ -26,11 +26,11 @@ class CheckpointsArguments(RunArguments):
 
 def checkpoints_command(argv: list[str]) -> int:
     args = parse(CheckpointsArguments, argv, __doc__)
-    directory = Path(args.run) / "checkpoints"
+    directory = Path(args.run) / RunFolder.CHECKPOINTS
     if not directory.is_dir():
         from diffllm.config.saved import no_run  # imports Hydra, which is slow
 
-        raise CheckpointError(no_run(Path(args.run), "checkpoints/"))
+        raise CheckpointError(no_run(Path(args.run), f"{RunFolder.CHECKPOINTS}/"))
     checkpoints = []
     for path in list_checkpoints(directory) + list_incomplete(directory):
         with suppress(FileNotFoundError):  # a running process may delete or rename it

@@ -18,6 +18,7 @@ from diffllm.core.atomic_directories import scratch_directory
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import read_bytes, readable, sync
 from diffllm.core.printing import echo, echo_json
+from diffllm.core.run_files import CONSOLIDATED, RunFile, step_name
 
 if TYPE_CHECKING:
     from diffllm.config import TrainConfig
@@ -114,10 +115,10 @@ def consolidate(
     output file exists and args.overwrite is false.
     """
     from diffllm.checkpoint.hf.safetensors import DTYPES, tensors_of, write_safetensors, writing
-    from diffllm.checkpoint.run_checkpoints import step_of
+    from diffllm.core.run_files import step_of
 
     step = step_of(checkpoint)
-    directory = run / "consolidated" / f"step-{step:08d}"
+    directory = run / CONSOLIDATED / step_name(step)
     if args.out:
         directory = Path(args.out)
     copies: dict[str, bytes] = {}
@@ -167,7 +168,7 @@ def files_next_to_parameters(run: Path) -> dict[str, bytes]:
 
     tokenizer_of(run)  # raises if the run has no tokenizer
     contents = {}
-    for name in ("config.yaml", *TOKENIZER_FILES):
+    for name in (RunFile.CONFIG, *TOKENIZER_FILES):
         # A run may lack some of these files.
         with readable(run / name), suppress(FileNotFoundError):
             contents[name] = read_bytes(run / name, LARGEST_COPIED_FILE)

@@ -28,7 +28,14 @@ from diffllm.compare.arms.sentences import (
 )
 from diffllm.core.errors import CheckpointError, ConfigError, listed
 from diffllm.core.printing import Table, echo, echo_json, to_stderr
-from diffllm.metrics.records import read_record
+from diffllm.core.run_files import (
+    RunFile,
+    RunFolder,
+    checkpoint_path,
+    list_checkpoints,
+    read_facts,
+    step_of,
+)
 
 if TYPE_CHECKING:
     from diffllm.compare.report.evaluations import ScoreCell
@@ -102,9 +109,9 @@ def runs_in(root: Path) -> list[Path]:
     """Return the run `root`, or the runs of the sweep `root`."""
     from diffllm.config.saved import no_run
 
-    if (root / "config.yaml").is_file():
+    if (root / RunFile.CONFIG).is_file():
         return [root]
-    runs = sorted(file.parent for file in root.glob("*/config.yaml"))
+    runs = sorted(file.parent for file in root.glob(f"*/{RunFile.CONFIG}"))
     if not runs:
         raise CheckpointError(no_run(root))
     return runs
@@ -139,7 +146,6 @@ def checkpoint_results(
     """Yield run, checkpoint, results, and messages of skipped evaluations, for each checkpoint."""
     import torch
 
-    from diffllm.checkpoint.run_checkpoints import checkpoint_path, list_checkpoints, step_of
     from diffllm.config.saved import load_run_config
     from diffllm.data.tokenizer import Tokenizer, tokenizer_of
     from diffllm.evaluation.evaluation import Subject
@@ -148,7 +154,7 @@ def checkpoint_results(
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for run in runs:
-        directory = run / "checkpoints"
+        directory = run / RunFolder.CHECKPOINTS
         steps = []
         if args.every:
             steps = [step_of(checkpoint) for checkpoint in list_checkpoints(directory)]
@@ -169,8 +175,7 @@ def checkpoint_results(
 
 def title_of(run: Path, checkpoint: Path) -> str:
     title = f"{run}, {checkpoint.name}"
-    record = read_record(run / "run.json")
-    if record and "imported" in record:
+    if "imported" in read_facts(run):
         title += ", trained on an unknown corpus"
     return title
 

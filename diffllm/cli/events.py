@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from diffllm.cli.arguments import RunArguments, argument, parse
 from diffllm.core.errors import CheckpointError, ConfigError, DataError
 from diffllm.core.printing import Table, echo, echo_json
+from diffllm.core.run_files import RunFile
 from diffllm.metrics.events import (
     EVENT_KINDS,
     BatchPlace,
@@ -99,7 +100,7 @@ def json_lines(events: Sequence[Event], texts: StepTexts | None) -> list[dict[st
 
 
 def chosen_events(run: Path, args: EventsArguments) -> list[Event]:
-    if not (run / "config.yaml").is_file():
+    if not (run / RunFile.CONFIG).is_file():
         from diffllm.config.saved import no_run  # imports Hydra, which is slow
 
         raise CheckpointError(no_run(run))
@@ -163,7 +164,7 @@ def texts_of_steps(run: Path, events: Sequence[Event]) -> StepTexts:
     except DataError as error:
         raise DataError(
             f"the text needs the data of {run}, but {error}; move or link the data to the path in "
-            f"{run / 'config.yaml'}, or omit show="
+            f"{run / RunFile.CONFIG}, or omit show="
         ) from error
     facts = corpus_facts(data)
     tokens_hash = short_hash(facts["tokens"])

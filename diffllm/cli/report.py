@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from diffllm.cli.arguments import CommandArguments, argument, parse, plugins_argument
 from diffllm.core.printing import echo, echo_json
+from diffllm.core.run_files import RunFolder
 
 if TYPE_CHECKING:
     from diffllm.compare.report.comparison import Comparison
@@ -71,4 +72,4 @@ def log_gaps(comparison: "Comparison", directory: Path) -> Path | None:
 
     if not record_gaps(comparison, directory):
         return None
-    return wandb_parent(directory) / "wandb"
+    return wandb_parent(directory) / RunFolder.WANDB

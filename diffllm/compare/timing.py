@@ -45,9 +45,9 @@ from diffllm.config.words import typed_override
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.keys import declaration_of, declarations
 from diffllm.core.printing import echo
+from diffllm.core.run_files import RunFile, read_ending, read_facts, stopped_text
 from diffllm.distributed.launcher import stopped_status
 from diffllm.metrics.facts import RunFacts, facts_of
-from diffllm.metrics.records import read_ending, read_record, stopped_text
 from diffllm.metrics.steps import read_steps
 from diffllm.training.build import planned_compile
 from diffllm.training.memory import check_memory
@@ -287,10 +287,12 @@ def measure(job: Job, ending: Ending, turns: Turns) -> Measurement:
             raise ConfigError(f"{job.name}: {ending.state}, {ending.reason}")
         if summary.get("stopped"):
             raise ConfigError(f"{job.name}: diverged, {stopped_text(summary)}")
-        seconds = read_steps(run / "steps.npy")["train_seconds"]
+        seconds = read_steps(run / RunFile.STEPS)["train_seconds"]
         if len(seconds) < turns.steps:  # for example, after the disk was full
-            raise CheckpointError(f"{run / 'steps.npy'} has {len(seconds)} of {turns.steps} steps")
-        record = read_record(run / "run.json") or {}
+            raise CheckpointError(
+                f"{run / RunFile.STEPS} has {len(seconds)} of {turns.steps} steps"
+            )
+        record = read_facts(run)
     except CheckpointError as error:
         raise ConfigError(f"{job.name}: {error}") from error
     # The device has finished its work only at logged steps, which end the blocks.

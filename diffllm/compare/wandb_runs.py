@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from diffllm.checkpoint.manifest import read_state
-from diffllm.checkpoint.run_checkpoints import list_checkpoints
 from diffllm.compare.report.comparison import Comparison, read
 from diffllm.compare.report.curves import rows_of_gaps, sample_gaps, seed_noise
 from diffllm.compare.report.rows import Row
@@ -21,8 +20,16 @@ from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.files import read_bytes, readable, write_atomic
 from diffllm.core.names import directory_name
 from diffllm.core.printing import to_stderr
+from diffllm.core.run_files import (
+    RunFile,
+    RunFolder,
+    SweepFile,
+    list_checkpoints,
+    read_ending,
+    read_facts,
+    recorded_variables,
+)
 from diffllm.metrics.history import history
-from diffllm.metrics.records import read_ending, read_record, recorded_variables
 from diffllm.metrics.wandb_config import (
     MODES,
     RUN_ID,
@@ -45,8 +52,6 @@ COMPARISON = "comparison"
 """Job type and default group of the wandb run of a comparison."""
 NOISE_FLOOR = "gap/noise_floor"
 """Metric of half the width of the noise floor."""
-COMPARISON_ID = ".wandb-id"
-"""File in a directory of runs: the id of the wandb run of their comparison."""
 
 
 class Destination(NamedTuple):
@@ -97,7 +102,7 @@ def write_run(path: Path, destination: Destination) -> dict[str, Any]:
     """
     with shared_lock(path) as has_ended:
         cfg = load_run_config(path)
-        facts = read_record(path / "run.json") or {}
+        facts = read_facts(path)
         variables = recorded_variables(facts)
         recorded_config = with_recorded(cfg.wandb, variables, *destination)
         wandb_config = with_labels(recorded_config, cfg, facts, variables)
@@ -222,12 +227,12 @@ def recorded_id(path: Path, facts: dict[str, Any]) -> str:
     """
     run_id = facts.get("wandb_id")
     if run_id is None:
-        for checkpoint in list_checkpoints(path / "checkpoints")[-1:]:
+        for checkpoint in list_checkpoints(path / RunFolder.CHECKPOINTS)[-1:]:
             run_id = (read_state(checkpoint)["loop"] or {}).get("wandb_id")
     if isinstance(run_id, str) and RUN_ID.fullmatch(run_id):
         return run_id
-    with readable(path / "config.yaml"):
-        content = read_bytes(path / "config.yaml")
+    with readable(path / RunFile.CONFIG):
+        content = read_bytes(path / RunFile.CONFIG)
     first_line = next(history(path), {})
     return hashlib.sha256(content + repr(first_line).encode()).hexdigest()[:8]
 
@@ -248,7 +253,7 @@ def mode_in_training(cfg: TrainConfig, variables: dict[str, str], was_online: bo
 def writable_parent(path: Path) -> Path:
     """Return the result of `wandb_parent`; raises ConfigError if wandb cannot write there."""
     parent = wandb_parent(path)
-    directory = parent / "wandb" if (parent / "wandb").exists() else parent
+    directory = parent / RunFolder.WANDB if (parent / RunFolder.WANDB).exists() else parent
     if not os.access(directory, os.W_OK | os.X_OK):
         raise ConfigError(
             f"{directory} cannot be written; set WANDB_DIR to a directory for the files of wandb"
@@ -361,14 +366,14 @@ def comparison_id(directory: Path) -> str:
 def store_comparison_id(directory: Path, run_id: str) -> None:
     """Store the result of later calls of `stored_comparison_id`; print a warning if this fails."""
     try:
-        write_atomic(directory / COMPARISON_ID, f"{run_id}\n")
+        write_atomic(directory / SweepFile.COMPARISON_ID, f"{run_id}\n")
     except CheckpointError as error:
         to_stderr(f"warning: later calls will write another wandb run with the gaps: {error}")
 
 
 def stored_comparison_id(directory: Path) -> str | None:
     with suppress(OSError, UnicodeDecodeError):
-        run_id = (directory / COMPARISON_ID).read_text(encoding="utf-8").strip()
+        run_id = (directory / SweepFile.COMPARISON_ID).read_text(encoding="utf-8").strip()
         if re.fullmatch(r"[0-9a-f]{8}", run_id):
             return run_id
     return None

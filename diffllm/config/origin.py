@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from diffllm.checkpoint.hf.layout import VARIANTS
 from diffllm.checkpoint.hf.model_directory import CONFIG, ModelDirectory
 from diffllm.checkpoint.hf.tokenizer import imported_prefix
-from diffllm.checkpoint.run_checkpoints import find_checkpoint, step_of
+from diffllm.checkpoint.run_checkpoints import find_checkpoint
 from diffllm.config.changes import is_of_model
 from diffllm.config.compose import (
     compose_config,
@@ -31,9 +31,9 @@ from diffllm.config.words import as_text, unquoted
 from diffllm.core.errors import CheckpointError, ConfigError, DataError
 from diffllm.core.files import similar_path, user_path
 from diffllm.core.keys import declaration_of, declarations
+from diffllm.core.run_files import RunFile, RunFolder, read_facts, step_of
 from diffllm.data.tokenizer import tokenizer_of
 from diffllm.data.tokenizer_config import FAST, added_bos, listed_tokens
-from diffllm.metrics.records import read_record
 from diffllm.model.attention.base import AttentionConfig
 from diffllm.model.config import ModelConfig
 
@@ -140,10 +140,11 @@ def origin_of(path: Path, step: int = 0) -> Origin:
     If the path is a run, `step` selects a checkpoint; 0 selects the newest undamaged checkpoint
     when the weights are read.
     """
-    if (path / "config.yaml").is_file():
+    if (path / RunFile.CONFIG).is_file():
         return origin_of_run(path, path, step)
     checkpoints = path.absolute().parent
-    if checkpoints.name == "checkpoints" and (checkpoints.parent / "config.yaml").is_file():
+    is_in_run = (checkpoints.parent / RunFile.CONFIG).is_file()
+    if checkpoints.name == RunFolder.CHECKPOINTS and is_in_run:
         if step:
             raise CheckpointError(f"{path} is a checkpoint, so remove @{step} from resume")
         return origin_of_run(path, checkpoints.parent, step_of(path))
@@ -163,7 +164,7 @@ def origin_of_run(path: Path, run: Path, step: int) -> Origin:
     """Return the origin `path`, which is the directory of a run or one of its checkpoints."""
     cfg = load_run_config(run)
     choices = cfg.resolved.choices
-    facts = read_record(run / "run.json") or {}
+    facts = read_facts(run)
     return Origin(path, cfg.model, step, choices["attention"], choices["model"], run, facts=facts)
 
 

@@ -26,8 +26,8 @@ from diffllm.core.files import read_text, readable, similar_path
 from diffllm.core.keys import Declaration, declaration_of, declarations
 from diffllm.core.printing import to_stderr
 from diffllm.core.registry import SCHEMAS, SOURCES
+from diffllm.core.run_files import RunFile, read_facts
 from diffllm.data.config import PREPARED_ELSEWHERE, DataConfig
-from diffllm.metrics.records import read_record
 
 Counts = Callable[[Declaration], bool]
 """Whether a difference in a key with this declaration counts."""
@@ -71,7 +71,7 @@ def differences(path: Path, cfg: TrainConfig, counts: Counts = is_fixed) -> Chan
     Return {key: (value in the run, current value)} for all differences that count. Return {} if
     `path` is not a run. Raises CheckpointError if config.yaml is invalid.
     """
-    if not (path / "config.yaml").is_file():
+    if not (path / RunFile.CONFIG).is_file():
         return {}
     return changes_to(load_run_config(path), cfg, counts) | plugin_changes(path)
 
@@ -93,7 +93,7 @@ def plugin_changes(run: Path, needs_all: bool = True) -> Changes:
     Plugins of the run that this process has not imported count as changed if `needs_all` is true,
     and are ignored if `needs_all` is false.
     """
-    record = read_record(run / "run.json") or {}
+    record = read_facts(run)
     recorded = record.get("plugin_code") or {}
     if not needs_all:
         recorded = {name: version for name, version in recorded.items() if name in LOADED}
@@ -139,7 +139,7 @@ def load_run_config(path: Path) -> TrainConfig:
     others are copies. Raises CheckpointError if config.yaml is missing or invalid. Raises UserError
     if the config needs a plugin that is not imported.
     """
-    file = path / "config.yaml"
+    file = path / RunFile.CONFIG
     try:
         with readable(file):
             # A config is larger than a recipe, because each source includes all defaults.
@@ -225,7 +225,7 @@ def with_resolved(saved: dict[str, Any]) -> dict[str, Any]:
     return {**saved, "run": run, "resolved": resolved}
 
 
-def no_run(path: Path, missing: str = "config.yaml") -> str:
+def no_run(path: Path, missing: str = RunFile.CONFIG) -> str:
     """Return the error message for a `path` that is not a run directory.
 
     `missing` is the file or directory that `path` lacks. If `path` exists, the message lists runs
@@ -233,13 +233,14 @@ def no_run(path: Path, missing: str = "config.yaml") -> str:
     """
 
     def has_runs(directory: Path) -> bool:
-        # The directory of a run, or the directory of a sweep with its runs.
-        return any(directory.glob(missing)) or any(directory.glob(f"*/{missing}"))
+        # The directory of a run, or the directory of a sweep with its runs. A pattern must have the
+        # exact type str: `glob` of Python 3.11 raises TypeError for a member of an enum.
+        return any(directory.glob(str(missing))) or any(directory.glob(f"*/{missing}"))
 
     if not path.is_dir():
         suggestion = similar_path(path, has_runs)
         return f"{path} is not a run directory: it does not exist{suggestion}"
-    runs = sorted(file.parent.name for file in path.glob("*/config.yaml"))
+    runs = sorted(file.parent.name for file in path.glob(f"*/{RunFile.CONFIG}"))
     hint = ""
     if runs:
         hint = f"; it contains {', '.join(runs[:5])}"

@@ -13,6 +13,7 @@ from filelock import FileLock, Timeout
 from diffllm.core.errors import ConfigError, InUseError
 from diffllm.core.files import acquire, holder
 from diffllm.core.printing import to_stderr
+from diffllm.core.run_files import RunFile
 
 
 def numbered(path: Path) -> Iterator[Path]:
@@ -74,7 +75,7 @@ def hold(
         instead: text after "choose" in error messages, such as "another run.dir".
         created: paths that `reserve` has created for this process; removed again after a failure.
     """
-    lock = path / ".lock"
+    lock = path / RunFile.LOCK
     new_paths = [*missing(path), *created]
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -103,7 +104,7 @@ def missing(path: Path) -> list[Path]:
 
     These are the lock file in `path`, `path` itself and all parent directories, if missing.
     """
-    places = (path / ".lock", path, *path.parents)
+    places = (path / RunFile.LOCK, path, *path.parents)
     return [place for place in places if not os.path.lexists(place)]
 
 

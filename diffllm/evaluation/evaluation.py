@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.files import parse_json, read_lines, readable, write_atomic
 from diffllm.core.printing import to_stderr
+from diffllm.core.run_files import RunFolder, step_name, step_of
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from diffllm.data.tokenizer import Tokenizer
     from diffllm.model import Transformer
 
-RESULTS_DIRECTORY = "evaluation"
 SHARE = "share of right answers"
 """The unit of tasks."""
 LARGEST_SCORE = 1e150
@@ -117,7 +117,7 @@ class Evaluation(ABC):
 
 def results_of(run: Path, step: int) -> Path:
     """Return the directory with the results files of the checkpoint at `step`."""
-    return run / RESULTS_DIRECTORY / f"step-{step:08d}"
+    return run / RunFolder.EVALUATION / step_name(step)
 
 
 def read_result(file: Path, key: Mapping[str, Any]) -> Line | None:
@@ -187,8 +187,8 @@ def all_results(run: Path, problems: dict[str, list[str]], step: int = 0) -> dic
     """
     results: dict[int, dict[str, Line]] = {}
     step_pattern = f"{step:08d}" if step else "[0-9]" * 8
-    for file in sorted((run / RESULTS_DIRECTORY).glob(f"step-{step_pattern}/*.jsonl")):
-        file_step = int(file.parent.name.removeprefix("step-"))
+    for file in sorted((run / RunFolder.EVALUATION).glob(f"step-{step_pattern}/*.jsonl")):
+        file_step = step_of(file.parent)
         try:
             results.setdefault(file_step, {})[file.stem] = read_first(file)
         except (OSError, ValueError) as error:

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from diffllm.core.errors import CheckpointError, DataError
 from diffllm.core.files import open_regular, write_atomic
+from diffllm.core.run_files import RunFolder, step_name
 from diffllm.data.shards import bits_per_byte
 from diffllm.model.attention.masks import Documents, moved
 from diffllm.model.attention.slices import Slices
 from diffllm.model.loss import Term
 from diffllm.model.transformer import Transformer
 
-LOSSES_DIRECTORY = "heldout"
 LARGEST_LOSSES_FILE = 2**34
 """Limit of the file in bytes."""
 T = TypeVar("T")
@@ -190,7 +190,7 @@ class DocumentLosses:
 
 
 def path_of(run: Path, step: int) -> Path:
-    return run / LOSSES_DIRECTORY / f"step-{step:08d}.npz"
+    return run / RunFolder.HELDOUT / f"{step_name(step)}.npz"
 
 
 def same_documents(first: DocumentLosses, second: DocumentLosses) -> bool:
@@ -207,12 +207,12 @@ def document_losses(run: Path, step: int | None = None) -> DocumentLosses:
     Args:
         step: training step after which the losses were measured; None selects the last measurement.
     """
-    files = sorted((run / LOSSES_DIRECTORY).glob("step-*.npz"))
+    files = sorted((run / RunFolder.HELDOUT).glob("step-*.npz"))
     file = files[-1] if step is None and files else path_of(run, step or 0)
     if not files or not os.path.lexists(file):
         after = "" if step is None else f" after step {step}"
         raise CheckpointError(
-            f"{run}/{LOSSES_DIRECTORY} has no losses of held-out documents{after}; a run writes "
+            f"{run}/{RunFolder.HELDOUT} has no losses of held-out documents{after}; a run writes "
             "the losses after its last training step"
         )
     try:

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from diffllm.checkpoint.manifest import check_parameters, read_state
-from diffllm.checkpoint.run_checkpoints import step_of, with_checkpoint
+from diffllm.checkpoint.run_checkpoints import with_checkpoint
 from diffllm.config import TrainConfig
 from diffllm.config.saved import load_run_config, warn_of_plugins
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import user_path
+from diffllm.core.run_files import RunFile, read_facts, step_of
 from diffllm.data.preparation.prepare import RunHashes, prepare
 from diffllm.data.prepared import Prepared
 from diffllm.data.sequences import StreamSequences, sequences_in
@@ -25,7 +26,6 @@ from diffllm.data.text.skipped import rule_text
 from diffllm.data.tokenizer import Tokenizer, tokenizer_of
 from diffllm.evaluation import TOKENS
 from diffllm.evaluation.evaluation import EvaluationOptions, Settings, Subject
-from diffllm.metrics.records import read_record
 from diffllm.model import Transformer
 from diffllm.model.attention.masks import Documents
 from diffllm.model.attention.ops import Backend
@@ -83,7 +83,7 @@ def own_data(run: Path, cfg: TrainConfig) -> Prepared:
     if data_config.tokenizer:
         # The files of the copy in the run directory name the EOS that the run was trained with.
         data_config = replace(data_config, tokenizer=str(tokenizer_of(run)), eos_token=None)
-    facts = read_record(run / "run.json") or {}  # Without run.json, no hashes are known.
+    facts = read_facts(run)  # Without run.json, no hashes are known.
     run_hashes = RunHashes(facts.get("corpus"), facts.get("tokenizer"))
     data = prepare(data_config, cfg.prepare, run_hashes)
     hashes = {"corpus": data.manifest.corpus, "tokenizer": data.manifest.pieces_hash}
@@ -91,7 +91,7 @@ def own_data(run: Path, cfg: TrainConfig) -> Prepared:
         if facts.get(name, current_hash) != current_hash:
             rule = rule_text(data.directories) if name == "corpus" else ""
             raise ConfigError(
-                f"{run}/config.yaml: the {name} has changed since training (hash "
+                f"{run / RunFile.CONFIG}: the {name} has changed since training (hash "
                 f"{current_hash[:12]} instead of {str(facts[name])[:12]}); restore the original "
                 f"{name}{rule}"
             )
@@ -100,7 +100,7 @@ def own_data(run: Path, cfg: TrainConfig) -> Prepared:
 
 def own_corpus(run: Path, cfg: TrainConfig) -> str:
     """Return the hash of the corpus that a run was trained on."""
-    facts = read_record(run / "run.json") or {}
+    facts = read_facts(run)
     corpus = facts.get("corpus")
     if not corpus:
         corpus = own_data(run, cfg).manifest.corpus

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from diffllm.checkpoint.manifest import MANIFEST
-from diffllm.checkpoint.run_checkpoints import step_of
 from diffllm.config import TrainConfig
 from diffllm.core.errors import ConfigError, choose_from, did_you_mean
 from diffllm.core.files import user_path
+from diffllm.core.run_files import finite, step_of
 from diffllm.data.tasks.task import (
     AVAILABLE,
     REMOVED_TASKS,
@@ -45,7 +45,6 @@ from diffllm.evaluation.outliers import Outliers
 from diffllm.evaluation.position import Position
 from diffllm.evaluation.quantise import Quantise
 from diffllm.evaluation.scoring import score_batches
-from diffllm.metrics.records import finite
 
 EVALUATIONS: dict[str, Evaluation] = {
     evaluation.name: evaluation for evaluation in (Position(), Outliers(), Quantise())

@@ -15,16 +15,16 @@ from diffllm.checkpoint.hf.layout import ARCHITECTURE, Layout, layout_of
 from diffllm.checkpoint.hf.safetensors import tensors_of, write_safetensors, writing
 from diffllm.checkpoint.hf.tokenizer import fast_tokenizer
 from diffllm.checkpoint.manifest import read_state, tokens_of
-from diffllm.checkpoint.run_checkpoints import step_of, with_checkpoint
+from diffllm.checkpoint.run_checkpoints import with_checkpoint
 from diffllm.config import TrainConfig
 from diffllm.config.origin import named_in
 from diffllm.config.saved import load_run_config
 from diffllm.core.atomic_directories import new_directory
 from diffllm.core.errors import CheckpointError
 from diffllm.core.files import check_absent
+from diffllm.core.run_files import read_facts, read_summary, step_of
 from diffllm.data.config import TextConfig
 from diffllm.data.tokenizer import FAST, MODEL, Tokenizer, tokenizer_files, tokenizer_of
-from diffllm.metrics.records import read_record, read_summary
 from diffllm.model.auto_setting import dtype_name
 from diffllm.model.config import ModelConfig
 
@@ -204,7 +204,7 @@ def write_card(
 
     The card contains the losses of the run only if the checkpoint is from the last step.
     """
-    facts = read_record(run / "run.json") or {}
+    facts = read_facts(run)
     summary = read_summary(run)
     state = read_state(checkpoint)
     variant = cfg.resolved.choices["attention"]

@@ -14,13 +14,13 @@ from diffllm.checkpoint.hf.conversion import converted
 from diffllm.checkpoint.hf.layout import Mapped
 from diffllm.checkpoint.hf.safetensors import writing
 from diffllm.checkpoint.reader import load_tensors
-from diffllm.checkpoint.run_checkpoints import step_of
 from diffllm.checkpoint.writer import write_parameters
 from diffllm.config import load_config
 from diffllm.config.origin import Origin, implied, name_from, origin_of
 from diffllm.core.atomic_directories import new_directory
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import check_absent, user_path
+from diffllm.core.run_files import RunFile, RunFolder, step_of
 from diffllm.data.tokenizer import TOKENIZER_FILES, Tokenizer, tokenizer_files
 from diffllm.model import without_storage
 
@@ -76,17 +76,17 @@ def import_model(
         if mapped_parameters is not None:
             tensors = mapped_tensors(mapped_parameters, tensors)
         parameters = [name for name, _ in without_storage(new.model).named_parameters()]
-        write_parameters(hidden / "checkpoints", tensors, parameters)
+        write_parameters(hidden / RunFolder.CHECKPOINTS, tensors, parameters)
         for file, content in tokenizer_files(tokenizer, bos_token=bos_token).items():
             (hidden / file).write_bytes(content)
         copy = Tokenizer.from_file(hidden / tokenizer.name)
-        (hidden / "config.yaml").write_text(config_yaml(new, out, tokenizer), encoding="utf-8")
+        (hidden / RunFile.CONFIG).write_text(config_yaml(new, out, tokenizer), encoding="utf-8")
         run = {
             "parameters": sum(tensors[name].numel() for name in parameters),
             "eos_token": copy.eos_token,
             "imported": facts,
         }
-        (hidden / "run.json").write_text(json.dumps(run, indent=2) + "\n", encoding="utf-8")
+        (hidden / RunFile.FACTS).write_text(json.dumps(run, indent=2) + "\n", encoding="utf-8")
     return new
 
 

@@ -12,11 +12,11 @@ from typing import IO
 from diffllm.core.errors import CheckpointError
 from diffllm.core.files import open_regular, open_to_append, parse_json, read_lines, readable
 from diffllm.core.printing import finite_values
+from diffllm.core.run_files import RunFile
 from diffllm.core.typed import made
 from diffllm.metrics.growing_file import GrowingFile
 from diffllm.metrics.spikes import Spike
 
-EVENTS = "events.jsonl"
 EVENT_KINDS = {
     "loss_spike": "the loss is a spike",
     "grad_spike": "the gradient norm is a spike",
@@ -134,7 +134,7 @@ def read_events(run: Path) -> list[Event]:
 
     An incomplete last line is ignored. Raises CheckpointError if the file is missing or invalid.
     """
-    file = run / EVENTS
+    file = run / RunFile.EVENTS
     if not file.exists():
         raise CheckpointError(
             f"{file} does not exist: an older version trained this run; if the run resumes, "
@@ -226,8 +226,9 @@ def append_stall(run: Path, event: Event) -> None:
     """
     # Several ranks may report the stall. The lock covers the read and the write, so that only the
     # first of them writes.
-    with os.fdopen(open_to_append(run / EVENTS), "ab", buffering=0) as stream, locked(stream):
-        last = last_event(run / EVENTS)
+    file = run / RunFile.EVENTS
+    with os.fdopen(open_to_append(file), "ab", buffering=0) as stream, locked(stream):
+        last = last_event(file)
         if last is None or (last.kind, last.step) != (event.kind, event.step):
             stream.write(event.line())
 

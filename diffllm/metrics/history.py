@@ -1,6 +1,5 @@
 """The history of a run, as its directory contains it."""
 
-import os
 from collections.abc import Iterator
 from heapq import merge
 from itertools import groupby
@@ -8,8 +7,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from diffllm.core.files import readable
-from diffllm.metrics.records import logged_lines
+from diffllm.core.run_files import RunFile, logged_lines
 from diffllm.metrics.steps import read_steps, step_values
 
 
@@ -20,13 +18,11 @@ def history(run: Path, last_step: int | None = None) -> Iterator[dict[str, Any]]
     line of metrics.jsonl. In runs of older versions, only logged steps have a line. A missing file
     has no lines. Raises CheckpointError if a file cannot be read.
     """
-    file = run / "metrics.jsonl"
-    rows = step_values(read_steps(run / "steps.npy", last_step))
-    with readable(file):
-        lines = logged_lines(file, last_step) if os.path.lexists(file) else iter(())
-        # Of equal steps, `merge` yields the row first, so metrics.jsonl has precedence.
-        for _, parts in groupby(merge(rows, lines, key=itemgetter("step")), itemgetter("step")):
-            line: dict[str, Any] = {}
-            for part in parts:
-                line |= part
-            yield line
+    rows = step_values(read_steps(run / RunFile.STEPS, last_step))
+    lines = logged_lines(run, last_step)
+    # Of equal steps, `merge` yields the row first, so metrics.jsonl has precedence.
+    for _, parts in groupby(merge(rows, lines, key=itemgetter("step")), itemgetter("step")):
+        line: dict[str, Any] = {}
+        for part in parts:
+            line |= part
+        yield line

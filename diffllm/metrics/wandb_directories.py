@@ -7,17 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from diffllm.core.files import read_json
-from diffllm.metrics.records import finite
+from diffllm.core.run_files import RunFolder, finite
 
-ALL_OFFLINE_RUNS = "wandb/offline-run-*"
+ALL_OFFLINE_RUNS = f"{RunFolder.WANDB}/offline-run-*"
 """Pattern of wandb's directories of all offline runs in a run directory."""
 TIME = "????????_??????"
 """Pattern of the time in a directory name. A star would also match longer ids."""
-OFFLINE_RUNS = f"wandb/offline-run-{TIME}"
+OFFLINE_RUNS = f"{RunFolder.WANDB}/offline-run-{TIME}"
 """Pattern of the offline runs of one id, which follows after a dash."""
-ONLINE_RUNS = f"wandb/run-{TIME}"
+ONLINE_RUNS = f"{RunFolder.WANDB}/run-{TIME}"
 """Pattern of the online runs of one id, which follows after a dash."""
-REPLACED = "wandb/replaced"
+REPLACED = f"{RunFolder.WANDB}/replaced"
 """Directory of the offline runs of earlier starts, whose lines the newest offline run contains."""
 
 

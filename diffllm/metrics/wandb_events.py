@@ -12,8 +12,9 @@ from typing import Any
 from diffllm.core.errors import CheckpointError
 from diffllm.core.files import read_lines, readable
 from diffllm.core.printing import to_stderr
+from diffllm.core.run_files import RunFile
 from diffllm.metrics.alerts import INTERVAL_S, Alerts
-from diffllm.metrics.events import EVENTS, Event, parse_event, samples_text
+from diffllm.metrics.events import Event, parse_event, samples_text
 
 MOST_ROWS = 1000
 """Maximum rows of the table, about 70 kB; each update uploads the whole table."""
@@ -34,8 +35,8 @@ def newest_events(run: Path) -> tuple[list[Event], int]:
     """
     lines: deque[str] = deque(maxlen=MOST_ROWS)
     count = 0
-    with readable(run / EVENTS), contextlib.suppress(FileNotFoundError):
-        for line in read_lines(run / EVENTS):
+    with readable(run / RunFile.EVENTS), contextlib.suppress(FileNotFoundError):
+        for line in read_lines(run / RunFile.EVENTS):
             lines.append(line)
             count += 1
     events = []

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from diffllm.core.errors import ConfigError, UserError, printable
 from diffllm.core.files import read_lines
 from diffllm.core.printing import to_stderr
-from diffllm.metrics.records import finite
+from diffllm.core.run_files import finite
 from diffllm.metrics.table import COST_AXES, METRICS
 from diffllm.metrics.wandb_directories import ONLINE_RUNS, sync_command
 

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from diffllm.core.files import read_json, write_atomic
+from diffllm.core.run_files import RunFolder
 from diffllm.metrics.wandb_config import RUN_ID, WandbConfig
 
-UPLOADS = "wandb/uploads.json"
+UPLOADS = f"{RunFolder.WANDB}/uploads.json"
 """File in a run directory, which maps the address of the wandb run in run.json to the newest id.
 
 run.json itself does not change, because only a start of the run may write it.

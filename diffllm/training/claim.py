@@ -9,14 +9,14 @@ from diffllm.config.plugins import plugin_versions
 from diffllm.config.saved import flatten, yaml_dict
 from diffllm.core.errors import UserError
 from diffllm.core.keys import declaration_of, declarations
+from diffllm.core.run_files import RunFile, read_facts, stopped_text
 from diffllm.data.preparation.prepare import RunHashes
 from diffllm.distributed.consistency import check_same, code_version
 from diffllm.distributed.launcher import ranks_on_first_node
-from diffllm.metrics.records import read_record, stopped_text
 from diffllm.training.checks import check_pieces, former_eos
 from diffllm.training.memory import check_memory
 from diffllm.training.process import Process
-from diffllm.training.run_directory import REQUEUE_FILE, RunDirectory, claim_directory, ending
+from diffllm.training.run_directory import RunDirectory, claim_directory, ending
 from diffllm.training.starting_point import previous_stage, starting_point
 from diffllm.training.state import continuation, corpus_of
 
@@ -106,10 +106,10 @@ def claim_on_rank_0(
             if former:
                 run = former.absolute().parent.parent
                 eos_token = former_eos(run, cfg.data)
-                record = read_record(run / "run.json") or {}
+                record = read_facts(run)
                 tokenizer_hash = record.get("tokenizer")
             check_pieces(cfg, eos_token)
-        (directory.path / REQUEUE_FILE).unlink(missing_ok=True)
+        (directory.path / RunFile.REQUEUE).unlink(missing_ok=True)
     except UserError:
         directory.withdraw()
         raise

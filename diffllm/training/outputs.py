@@ -14,10 +14,11 @@ import torch.distributed as dist
 from diffllm.config import TrainConfig
 from diffllm.config.changes import changes_text
 from diffllm.core.errors import AgreedByAll, UserError
+from diffllm.core.run_files import RunFile, RunFolder
 from diffllm.data.prepared import Prepared
 from diffllm.distributed.stop import REQUEUE
 from diffllm.evaluation.heldout import DocumentLosses
-from diffllm.metrics.events import EVENTS, Event, EventsFile
+from diffllm.metrics.events import Event, EventsFile
 from diffllm.metrics.history import history
 from diffllm.metrics.sinks import MetricsFile, Sinks, TensorBoardFiles
 from diffllm.metrics.steps import StepsFile
@@ -67,8 +68,10 @@ def open_outputs(
     if sinks:
         process.watch.alert_by(partial(alert_stall, sinks.wandb, state))
     path = claimed.path
-    checkpoints = Checkpointer(path / "checkpoints", cfg.checkpoint, state.step)
-    profiler = StepProfiler(cfg.profile, path / "profile", dist.get_rank(), process.display.print)
+    checkpoints = Checkpointer(path / RunFolder.CHECKPOINTS, cfg.checkpoint, state.step)
+    profiler = StepProfiler(
+        cfg.profile, path / RunFolder.PROFILE, dist.get_rank(), process.display.print
+    )
     return Outputs(sinks, checkpoints, profiler)
 
 
@@ -89,11 +92,11 @@ def open_sinks(
     facts = {**facts, **provenance(), "wandb_group": wandb_config.group}
     directory.describe({**facts, **online_entry(was_online)}, resumes)
     is_restart = directory.has_run  # Before the files of this start exist.
-    events = EventsFile(path / EVENTS, state.step)
+    events = EventsFile(path / RunFile.EVENTS, state.step)
     if is_restart:
         events.write(restart(directory, state))
-    file = MetricsFile(path / "metrics.jsonl", state.step)
-    steps = StepsFile(path / "steps.npy", state.step)
+    file = MetricsFile(path / RunFile.METRICS, state.step)
+    steps = StepsFile(path / RunFile.STEPS, state.step)
     cancel = partial(process.stop.cancel, CANCELLED) if cfg.wandb.cancel_tag else None
     wandb = WandbRun(
         wandb_config, **wandb_arguments(cfg, path, facts, os.environ), run_id=state.wandb_id,
@@ -102,7 +105,7 @@ def open_sinks(
     record_wandb(directory, wandb.id)
     tensorboard = None
     if cfg.metrics.tensorboard:
-        tensorboard = TensorBoardFiles(path / "tensorboard", state.step)
+        tensorboard = TensorBoardFiles(path / RunFolder.TENSORBOARD, state.step)
     return Sinks(file, steps, events, wandb, tensorboard)
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from diffllm.config import TrainConfig
 from diffllm.core.errors import AgreedError, ConfigError, UserError
+from diffllm.core.run_files import RunFolder
 from diffllm.core.secrets import command_text
 from diffllm.distributed.launcher import in_sweep
 from diffllm.distributed.stop import StoppedEarly, StopRequest
@@ -53,7 +54,7 @@ def meet(
     torch.manual_seed(cfg.seed)
     process.watch.reached("the connection of the ranks")
     process.world.init_process_group(device, cfg.distributed)
-    process.watch.record_in(path / "traces", partial(record_stall, path, state))
+    process.watch.record_in(path / RunFolder.TRACES, partial(record_stall, path, state))
 
 
 def leave(process: Process, error: BaseException | None, directory: RunDirectory | None) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from filelock import FileLock
 from omegaconf import OmegaConf
 
-from diffllm.checkpoint.run_checkpoints import SAVED, list_checkpoints, list_incomplete, remove
+from diffllm.checkpoint.run_checkpoints import remove
 from diffllm.config import TrainConfig
 from diffllm.config.changes import Changes, changes_text, changes_training, is_within, what_differs
 from diffllm.config.saved import differences, load_run_config, with_lengths
@@ -30,25 +30,21 @@ from diffllm.core.files import (
 )
 from diffllm.core.held_directories import hold, missing, reserve, take_back
 from diffllm.core.printing import to_stderr
+from diffllm.core.run_files import (
+    RunFile,
+    RunFolder,
+    SweepFile,
+    list_checkpoints,
+    list_incomplete,
+    read_changes,
+    read_ending,
+    read_facts,
+    read_record,
+    read_summary,
+)
 from diffllm.data.tokenizer import TOKENIZER_FILES, tokenizer_files, tokenizer_in
 from diffllm.distributed.launcher import in_sweep
-from diffllm.metrics.events import EVENTS
-from diffllm.metrics.records import read_changes, read_ending, read_record, read_summary
 
-REQUEUE_FILE = "requeue"
-FILES = (
-    "config.yaml", *TOKENIZER_FILES, "metrics.jsonl", "steps.npy", EVENTS, "run.log",
-    "run.json", "changes.jsonl", "summary.json", "report.html", "report.csv", SAVED, REQUEUE_FILE,
-)  # fmt: skip
-RUN_SUBDIRECTORIES = (
-    "checkpoints",
-    "heldout",
-    "traces",
-    "profile",
-    "tensorboard",
-    "wandb",
-    "evaluation",
-)
 FOR_GOOD = ("init_match", "weights", "previous")
 """Facts in run.json that the first start of a run decides."""
 
@@ -128,20 +124,20 @@ class RunDirectory:
 
     @property
     def config_file(self) -> Path:
-        return self.path / "config.yaml"
+        return self.path / RunFile.CONFIG
 
     @property
     def facts(self) -> dict[str, Any] | None:
         """Content of run.json; None if the file is missing."""
-        return read_record(self.path / "run.json")
+        return read_record(self.path / RunFile.FACTS)
 
     @property
     def has_run(self) -> bool:
-        return (self.path / "metrics.jsonl").exists() or bool(self.checkpoints)
+        return (self.path / RunFile.METRICS).exists() or bool(self.checkpoints)
 
     @property
     def checkpoints(self) -> list[Path]:
-        return list_checkpoints(self.path / "checkpoints")
+        return list_checkpoints(self.path / RunFolder.CHECKPOINTS)
 
     def begin(self, tokenizer: Path, step: int = 0, changes: Changes | None = None) -> None:
         """Write config.yaml and the tokenizer; delete summary.json and incomplete checkpoints.
@@ -154,11 +150,11 @@ class RunDirectory:
         if self.changes:  # Record changes first: writing config.yaml discards the old values.
             lines = [*read_changes(self.path), {"step": step, "changes": self.changes}]
             text = "".join(f"{json.dumps(line)}\n" for line in lines)
-            write_atomic(self.path / "changes.jsonl", text)
+            write_atomic(self.path / RunFile.CHANGES, text)
         # The summary may come from the same run with fewer steps.
-        (self.path / "summary.json").unlink(missing_ok=True)
+        (self.path / RunFile.SUMMARY).unlink(missing_ok=True)
         if not self.checkpoints:  # saved.json would name a checkpoint that does not exist.
-            (self.path / SAVED).unlink(missing_ok=True)
+            (self.path / RunFile.SAVED).unlink(missing_ok=True)
         write_atomic(self.config_file, OmegaConf.to_yaml(OmegaConf.structured(self.cfg)))
         # A killed run without a checkpoint begins again, maybe with another tokenizer.
         if step == 0 or "tokenizer" in self.changes or not tokenizer_in(self.path).exists():
@@ -167,7 +163,7 @@ class RunDirectory:
                 write_atomic(self.path / name, content)
             for name in {*TOKENIZER_FILES} - files.keys():
                 (self.path / name).unlink(missing_ok=True)
-        for leftover in list_incomplete(self.path / "checkpoints"):
+        for leftover in list_incomplete(self.path / RunFolder.CHECKPOINTS):
             remove(leftover)
 
     def withdraw(self) -> None:
@@ -189,10 +185,10 @@ class RunDirectory:
         if former_facts:
             first_facts = {key: former_facts[key] for key in FOR_GOOD if key in former_facts}
         content = {**first_facts, **facts}
-        write_atomic(self.path / "run.json", json.dumps(content, indent=2) + "\n")
+        write_atomic(self.path / RunFile.FACTS, json.dumps(content, indent=2) + "\n")
 
     def finish(self, summary: dict[str, Any]) -> None:
-        write_atomic(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
+        write_atomic(self.path / RunFile.SUMMARY, json.dumps(summary, indent=2) + "\n")
 
 
 def hold_run(path: Path, created: Sequence[Path] = ()) -> FileLock:
@@ -228,7 +224,7 @@ def shared_lock(path: Path) -> Iterator[bool]:
     without a lock: a run can then start in this context. No file changes.
     """
     try:
-        stream = open_regular(path / ".lock", LARGEST_LOCK)
+        stream = open_regular(path / RunFile.LOCK, LARGEST_LOCK)
     except (OSError, ValueError):
         yield True
         return
@@ -246,9 +242,9 @@ def shared_lock(path: Path) -> Iterator[bool]:
 
 def kind_of(path: Path) -> str | None:
     """Return the kind of an output directory: "run", "sweep" or "study"; None for others."""
-    if os.path.exists(path / "config.yaml") or os.path.exists(path / "metrics.jsonl"):
+    if os.path.exists(path / RunFile.CONFIG) or os.path.exists(path / RunFile.METRICS):
         return "run"
-    record = read_record(path / "sweep.json")
+    record = read_record(path / SweepFile.RECORD)
     if record is None:
         return None
     # A study is a sweep whose runs have the override run.study=.
@@ -267,16 +263,16 @@ def check_kind(path: Path, kind: str, key: str) -> None:
 
 def check_own_files(run: Path) -> None:
     """Raise CheckpointError if an output path of `run` has the wrong type, for example a link."""
-    files = [run / name for name in FILES]
-    files += sorted(run.glob("heldout/*.npz"))
+    files = [run / name for name in (*RunFile, *TOKENIZER_FILES)]
+    files += sorted(run.glob(f"{RunFolder.HELDOUT}/*.npz"))
     for file in files:
         problem = why_no_file(file)
         if problem:
             raise CheckpointError(
                 f"{file} {problem}; rename or delete this path, or choose another run.name"
             )
-    for name in RUN_SUBDIRECTORIES:
-        place = run / name
+    for folder in RunFolder:
+        place = run / folder
         if os.path.lexists(place) and not place.is_dir():
             raise CheckpointError(
                 f"{place} is not a directory; rename or delete this path, or mount the missing disk"
@@ -310,7 +306,7 @@ def steps_made(path: Path) -> int | None:
     steps = summary.get("steps")
     if steps is None:
         raise CheckpointError(
-            f"{path / 'summary.json'} does not contain the number of steps; delete this file"
+            f"{path / RunFile.SUMMARY} does not contain the number of steps; delete this file"
         )
     return int(steps)
 
@@ -322,7 +318,8 @@ def choose_path(cfg: TrainConfig) -> Path:
     Raises ConfigError if run.name or run.sweep is invalid, or for `check_former`.
     """
     name = cfg.run.name
-    if name is None and cfg.run.sweep and (Path("outputs") / cfg.run.sweep / "sweep.json").exists():
+    sweep_record = Path("outputs", cfg.run.sweep or ".", SweepFile.RECORD)
+    if name is None and cfg.run.sweep and sweep_record.exists():
         raise ConfigError(
             f"run.sweep={cfg.run.sweep} already exists; to resume the sweep, add -m to the command"
         )
@@ -359,8 +356,8 @@ def check_former(key: str, value: str, path: Path) -> None:
     former = path.with_name(former_text(path.name))
     if former == path or path.exists():
         return
-    for file in (former / "run.json", *former.glob("*/run.json")):
-        command = (read_record(file) or {}).get("command")
+    for file in (former / RunFile.FACTS, *former.glob(f"*/{RunFile.FACTS}")):
+        command = read_facts(file.parent).get("command")
         if f"{key}={value}" in str(command).split():
             raise ConfigError(
                 f"an older version started {former} with {key}={value}; to resume, set "
@@ -386,4 +383,4 @@ def request_requeue(path: Path, number: signal.Signals, step: int | None) -> Non
     `number` is the signal that stopped the run. `step` is the step of the last checkpoint, or None
     if training had not begun.
     """
-    write_atomic(path / REQUEUE_FILE, json.dumps({"signal": number.name, "step": step}) + "\n")
+    write_atomic(path / RunFile.REQUEUE, json.dumps({"signal": number.name, "step": step}) + "\n")

@@ -6,6 +6,7 @@ from pathlib import Path
 from diffllm.checkpoint.manifest import check_parameters, read_state
 from diffllm.config import TrainConfig
 from diffllm.config.changes import Changes
+from diffllm.core.run_files import RunFile, sweep_log
 from diffllm.data.prepared import Prepared
 from diffllm.data.text.skipped import rule_text
 from diffllm.data.tokenizer import tokenizer_in
@@ -81,4 +82,4 @@ def stage_of(cfg: TrainConfig, claimed: Claimed) -> int:
 
 
 def log_file(path: Path) -> Path:
-    return path.with_name(f"{path.name}.log") if in_sweep() else path / "run.log"
+    return sweep_log(path) if in_sweep() else path / RunFile.LOG

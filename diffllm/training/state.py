@@ -10,14 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from diffllm.checkpoint.manifest import read_state, tokens_of
-from diffllm.checkpoint.run_checkpoints import (
-    SAVED,
-    check_checkpoint,
-    find_checkpoint,
-    list_checkpoints,
-    newest_good,
-    step_of,
-)
+from diffllm.checkpoint.run_checkpoints import check_checkpoint, find_checkpoint, newest_good
 from diffllm.config import TrainConfig
 from diffllm.config.changes import Changes, changes_text, is_within
 from diffllm.config.origin import named_in, path_and_step
@@ -25,10 +18,17 @@ from diffllm.config.saved import load_run_config
 from diffllm.config.words import printed_override
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.files import similar_path
+from diffllm.core.run_files import (
+    RunFile,
+    RunFolder,
+    list_checkpoints,
+    read_record,
+    read_summary,
+    step_of,
+)
 from diffllm.data.prepared import Prepared
 from diffllm.data.samples import Samples, training_samples
 from diffllm.distributed.launcher import MKL_MODE
-from diffllm.metrics.records import read_record, read_summary
 from diffllm.metrics.spikes import SpikeMonitor
 from diffllm.metrics.visible_keys import VisibleKeys
 from diffllm.model.auto_setting import AutoSetting
@@ -173,13 +173,13 @@ def continuation(
     checkpoint = resume_checkpoint(cfg, directory.checkpoints, saved_resume)
     if checkpoint is None:
         # An empty checkpoints/ may be a disk that is not mounted.
-        record = read_record(run / SAVED) or read_summary(run)
+        record = read_record(run / RunFile.SAVED) or read_summary(run)
         if record:
             step = record.get("step", record.get("steps"))
             raise CheckpointError(
                 f"{run} saved a checkpoint at step {step}, but "
-                f"{run / 'checkpoints'} contains no checkpoint; mount the missing disk, or set "
-                "resume= to another checkpoint; to start again, choose another run.name or "
+                f"{run / RunFolder.CHECKPOINTS} contains no checkpoint; mount the missing disk, "
+                "or set resume= to another checkpoint; to start again, choose another run.name or "
                 f"delete {run}"
             )
         return None, None  # The run is new, or was killed before its first checkpoint.
@@ -228,7 +228,7 @@ def resume_checkpoint(
     if step:
         return find_checkpoint(path.parent if list_checkpoints(path) else path, step)
     # PATH is a run, a directory of checkpoints or a checkpoint.
-    other_checkpoints = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
+    other_checkpoints = list_checkpoints(path / RunFolder.CHECKPOINTS) or list_checkpoints(path)
     if other_checkpoints:
         return newest_good(other_checkpoints)
     check_checkpoint(path)

@@ -15,6 +15,7 @@ from diffllm.config import TrainConfig
 from diffllm.config.help import variant_line
 from diffllm.config.plugins import plugin_versions
 from diffllm.core.errors import ConfigError
+from diffllm.core.run_files import RunFolder
 from diffllm.data.heldout import heldout_tokens
 from diffllm.data.prepared import Prepared
 from diffllm.data.sequences import packing_counts, sequences_of_epoch
@@ -168,7 +169,7 @@ def wandb_text(cfg: TrainConfig, path: Path, run_id: str) -> str:
         return f"offline; `{sync_command(wandb_parent(path), run_id)}` uploads it"
     wandb_config = with_variables(cfg.wandb)
     project = "/".join(filter(None, (wandb_config.entity, wandb_config.project)))
-    return f"online, project {project}, a copy in {wandb_parent(path) / 'wandb'}"
+    return f"online, project {project}, a copy in {wandb_parent(path) / RunFolder.WANDB}"
 
 
 def describe(cfg: TrainConfig, t: Training, data: Prepared) -> dict[str, Any]:

@@ -8,9 +8,9 @@ import os
 
 from diffllm.config.changes import Changes, logs_values
 from diffllm.config.saved import differences, load_run_config
+from diffllm.core.run_files import RunFile, read_facts
 from diffllm.distributed.launcher import in_sweep
 from diffllm.metrics.history import history
-from diffllm.metrics.records import read_record
 from diffllm.metrics.wandb_config import RUN_ID, resolve_mode, with_variables
 from diffllm.metrics.wandb_directories import has_online, wandb_parent
 from diffllm.metrics.wandb_start import new_id
@@ -33,7 +33,7 @@ def choose_wandb_id(
         changes: changes of the data order since the checkpoint.
     """
     path = directory.path
-    record = read_record(path / "run.json") or {}
+    record = read_facts(path)
     # run.json has precedence: a checkpoint may be older than a new id.
     former_id = record.get("wandb_id")
     if former_id is None or not RUN_ID.fullmatch(former_id):
@@ -70,7 +70,7 @@ def logs_other_values(directory: RunDirectory, step: int, changes: Changes) -> b
     cfg = directory.cfg
     has_changed = bool(changes or differences(path, cfg, logs_values))
     # Without a checkpoint of this run, the key `resume` decides where the run begins.
-    if (path / "config.yaml").is_file() and not directory.checkpoints:
+    if (path / RunFile.CONFIG).is_file() and not directory.checkpoints:
         has_changed = has_changed or load_run_config(path).resume != cfg.resume
     if not has_changed:
         return False

@@ -14,9 +14,10 @@ from torch.distributed.checkpoint import FileSystemWriter
 from diffllm import load_config
 from diffllm.checkpoint.manifest import check_parameters, read_state
 from diffllm.checkpoint.reader import load_tensors
-from diffllm.checkpoint.run_checkpoints import CheckpointConfig, list_checkpoints, step_of
+from diffllm.checkpoint.run_checkpoints import CheckpointConfig
 from diffllm.checkpoint.writer import Checkpointer
 from diffllm.core.errors import AgreedByAll, CheckpointError
+from diffllm.core.run_files import list_checkpoints, step_of
 from diffllm.distributed.gradients import local
 from diffllm.training.build import Training, build
 from diffllm.training.state import LoopState, save

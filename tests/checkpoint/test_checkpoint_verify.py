@@ -11,16 +11,11 @@ from runs.one_rank import flip_bit, loop_of, write_checkpoint
 
 from diffllm import load_config
 from diffllm.checkpoint.manifest import MANIFEST, verify
-from diffllm.checkpoint.run_checkpoints import (
-    CheckpointConfig,
-    find_checkpoint,
-    list_checkpoints,
-    newest_good,
-    step_of,
-)
+from diffllm.checkpoint.run_checkpoints import CheckpointConfig, find_checkpoint, newest_good
 from diffllm.checkpoint.writer import Checkpointer
 from diffllm.cli import main
 from diffllm.core.errors import CheckpointError
+from diffllm.core.run_files import list_checkpoints, step_of
 from diffllm.training.state import resume_checkpoint
 
 pytestmark = pytest.mark.usefixtures("gloo")

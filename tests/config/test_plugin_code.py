@@ -9,7 +9,7 @@ from diffllm.config import load_config, plugin_code
 from diffllm.config.plugins import imported, plugin_versions
 from diffllm.config.saved import warn_of_plugins
 from diffllm.core.errors import ConfigError
-from diffllm.metrics.records import read_changes
+from diffllm.core.run_files import read_changes
 from diffllm.training.run_directory import RunDirectory, ending
 
 FILES = {

@@ -5,7 +5,7 @@ from runs.command import Gate, assert_same_weights, finish, metric_lines, start
 from runs.one_rank import flip_bit
 
 from diffllm.checkpoint.manifest import verify
-from diffllm.checkpoint.run_checkpoints import list_checkpoints
+from diffllm.core.run_files import list_checkpoints
 
 WORDS = ("steps=24", "checkpoint.interval=8", "checkpoint.keep_last=0", "log_interval=5")
 

@@ -10,7 +10,7 @@ import pytest
 from runs.command import Gate, finish, metric_lines, start, the_error
 
 from diffllm.checkpoint.manifest import verify
-from diffllm.checkpoint.run_checkpoints import list_checkpoints, step_of
+from diffllm.core.run_files import list_checkpoints, step_of
 
 LAST = 24
 WORDS = (f"steps={LAST}", "checkpoint.interval=4", "log_interval=1", f"eval.interval={LAST}")

@@ -17,8 +17,8 @@ from runs.command import (
 from runs.json_files import read_json, write_json
 from runs.one_rank import flip_bit
 
-from diffllm.checkpoint.run_checkpoints import list_checkpoints
 from diffllm.config import load_config
+from diffllm.core.run_files import list_checkpoints
 from diffllm.data import shards
 from diffllm.data.preparation.prepare import prepare
 from diffllm.data.samples import permute

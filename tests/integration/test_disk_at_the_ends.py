@@ -9,7 +9,7 @@ import pytest
 from runs.command import Gate, finish, metric_lines, start, the_error, train
 from tiers import slow_but
 
-from diffllm.checkpoint.run_checkpoints import list_checkpoints
+from diffllm.core.run_files import list_checkpoints
 
 LAST = 8
 WORDS = (f"steps={LAST}", "checkpoint.interval=2", "log_interval=1", f"eval.interval={LAST}")

@@ -19,8 +19,8 @@ from runs.json_files import read_json, read_jsonl, strict_json
 from tiers import slow_but
 
 from diffllm.compare.arms.run import load_run
+from diffllm.core.run_files import diverged
 from diffllm.metrics.events import read_events
-from diffllm.metrics.records import diverged
 
 DIVERGES = ["optim.lr=100", "optim.clip_norm=0", "train.skip_step=off"]
 """Overrides with a first update so large that no later loss is finite."""

@@ -8,11 +8,12 @@ from runs.command import refusal_of, tool, train
 from runs.json_files import read_json
 from tiers import slow_but
 
-from diffllm.training.run_directory import FILES
+from diffllm.core.run_files import RunFile
+from diffllm.data.tokenizer import TOKENIZER_FILES
 
 WRITTEN = [
-    *FILES, "checkpoints/.step-00000004.incomplete", "heldout/step-00000004.npz", ".lock",
-    "traces/rank-00000.txt", "metrics.partial", ".metrics.jsonl.{pid}",
+    *RunFile, *TOKENIZER_FILES, "checkpoints/.step-00000004.incomplete",
+    "heldout/step-00000004.npz", "traces/rank-00000.txt", "metrics.partial", ".metrics.jsonl.{pid}",
 ]  # fmt: skip
 FEW = ["config.yaml", "metrics.jsonl", "report.html", ".lock"]
 CONTENT = "a file outside of the run, which must not change\n"

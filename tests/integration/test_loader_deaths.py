@@ -7,7 +7,7 @@ import pytest
 from processes import has_ended, wait_until
 from runs.command import Gate, loader_processes, start, the_error
 
-from diffllm.checkpoint.run_checkpoints import list_checkpoints
+from diffllm.core.run_files import list_checkpoints
 from diffllm.metrics.events import read_events
 
 

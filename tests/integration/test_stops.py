@@ -25,7 +25,7 @@ from runs.planted_train import Fault
 from tiers import slow_but
 
 from diffllm import cli
-from diffllm.checkpoint.run_checkpoints import list_checkpoints
+from diffllm.core.run_files import list_checkpoints
 
 FIRST = "stopping after this step; press Ctrl-C again to stop now\n"
 # Short sleeps: Python handles a signal between print and a sleep only after the sleep.

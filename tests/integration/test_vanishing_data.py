@@ -14,7 +14,7 @@ from runs.command import Gate, finish, rank_samples, start, the_error
 from runs.json_files import read_json
 from tiers import pairs, slow_but
 
-from diffllm.checkpoint.run_checkpoints import list_checkpoints
+from diffllm.core.run_files import list_checkpoints
 
 STEPS = 12
 WORDS = (f"steps={STEPS}", "eval.interval=6", "checkpoint.interval=100", "log_interval=4")

@@ -12,7 +12,7 @@ from runs.command import ForkedRun, Gate, loader_processes, overrides_of, start,
 from runs.planted_train import Fault
 from wandb_server import StoredRun, WandbServer
 
-from diffllm.checkpoint.run_checkpoints import list_checkpoints
+from diffllm.core.run_files import list_checkpoints
 from diffllm.metrics.events import Event, read_events
 
 pytestmark = pytest.mark.slow

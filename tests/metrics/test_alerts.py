@@ -15,9 +15,10 @@ from runs.json_files import read_json
 from wandb_file import OfflineRun
 
 from diffllm.core.errors import ConfigError
+from diffllm.core.run_files import RunFile
 from diffllm.metrics import alerts, wandb_events
 from diffllm.metrics.alerts import LEVELS, QUIET_STEPS, SKIPS, Alerts
-from diffllm.metrics.events import EVENTS, BatchPlace, Event
+from diffllm.metrics.events import BatchPlace, Event
 from diffllm.metrics.wandb_config import WandbConfig, WandbMode, check_wandb
 from diffllm.metrics.wandb_events import MOST_ROWS, CancelTag, SentEvents
 from diffllm.metrics.wandb_run import WandbRun
@@ -110,7 +111,7 @@ def test_cancel_tag_and_unknown_alert_are_refused_with_fix(mode):
 
 def write_events(run: Path, events: list[Event], end: bytes = b"") -> None:
     run.mkdir(exist_ok=True)
-    (run / EVENTS).write_bytes(b"".join(event.line() for event in events) + end)
+    (run / RunFile.EVENTS).write_bytes(b"".join(event.line() for event in events) + end)
 
 
 @pytest.mark.slow
@@ -170,8 +171,8 @@ def test_table_is_sent_after_first_event_then_hourly_and_at_end(tmp_path):
     sent.update_table(end=True)
     assert [now / 60 for now in run.updates] == [5, 65, 125, 200, 299]
     assert run.alerts == [("Loss spike", "WARN", alerts.INTERVAL_S)]
-    (tmp_path / EVENTS).unlink()
-    (tmp_path / EVENTS).mkdir()
+    (tmp_path / RunFile.EVENTS).unlink()
+    (tmp_path / RunFile.EVENTS).mkdir()
     sent.update_table(end=True)
     assert len(run.updates) == 5
 

@@ -13,8 +13,8 @@ import pytest
 from disks import small_disk
 
 from diffllm.core.errors import CheckpointError
+from diffllm.core.run_files import RunFile
 from diffllm.metrics.events import (
-    EVENTS,
     BatchPlace,
     Event,
     EventsFile,
@@ -112,7 +112,7 @@ def write(path: Path, events: list[Event], last_step: int = 0) -> None:
 
 @pytest.mark.parametrize("last", [0, 4, 7, 9])
 def test_resume_removes_only_events_of_repeated_steps(tmp_path, last):
-    path = tmp_path / EVENTS
+    path = tmp_path / RunFile.EVENTS
     steps = [replace(SKIPPED, step=step) for step in (3, 5, 7)]
     processes = [Event("restart", 2, 64), Event("stall", 7, 448, detail="rank 1 is missing")]
     write(path, [*steps, *processes])
@@ -127,14 +127,14 @@ def test_resume_removes_only_events_of_repeated_steps(tmp_path, last):
 def test_end_of_run_that_was_killed_before_its_summary_is_written_once(tmp_path):
     end = Event("diverged", 8, 512, detail="no finite held-out loss")
     for _ in range(2):
-        file = EventsFile(tmp_path / EVENTS, 8)
+        file = EventsFile(tmp_path / RunFile.EVENTS, 8)
         file.write_end(end)
         file.close()
     assert read_events(tmp_path) == [end]
 
 
 def test_stall_that_several_ranks_report_is_written_once_between_other_events(tmp_path):
-    file, stall = EventsFile(tmp_path / EVENTS), Event("stall", 7, 448, detail="a" * 500)
+    file, stall = EventsFile(tmp_path / RunFile.EVENTS), Event("stall", 7, 448, detail="a" * 500)
     file.write(SKIPPED)
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(append_stall, [tmp_path] * 8, [stall] * 8))
@@ -148,7 +148,7 @@ def test_stall_that_several_ranks_report_is_written_once_between_other_events(tm
 def test_full_disk_damages_no_line_and_missing_events_are_written_later(tmp_path):
     stall = Event("stall", 7, 448)
     with small_disk(tmp_path / "disk", "64k") as disk:
-        file = EventsFile(disk / EVENTS)
+        file = EventsFile(disk / RunFile.EVENTS)
         append_stall(disk, stall)
         (ballast := disk / "ballast").write_bytes(b"0" * 40 * 1024)
         steps = [replace(SKIPPED, step=step) for step in range(1, 101)]
@@ -161,13 +161,14 @@ def test_full_disk_damages_no_line_and_missing_events_are_written_later(tmp_path
 
 
 def test_values_that_are_not_finite_are_null(tmp_path):
-    write(tmp_path / EVENTS, [replace(SKIPPED, value=math.nan), replace(SKIPPED, value=math.inf)])
+    events = [replace(SKIPPED, value=math.nan), replace(SKIPPED, value=math.inf)]
+    write(tmp_path / RunFile.EVENTS, events)
     assert [event.value for event in read_events(tmp_path)] == [None, None]
 
 
 def test_failed_write_removes_no_stall_of_another_process(tmp_path, monkeypatch):
     """Between the size of the file and the failure, another process tries to append a stall."""
-    file, stall = EventsFile(tmp_path / EVENTS), Event("stall", 7, 448)
+    file, stall = EventsFile(tmp_path / RunFile.EVENTS), Event("stall", 7, 448)
     append = Thread(target=append_stall, args=(tmp_path, stall))
     stream = file.file.file
 
@@ -200,7 +201,7 @@ def test_failed_write_removes_no_stall_of_another_process(tmp_path, monkeypatch)
     ],
 )
 def test_damaged_event_is_refused_with_number_of_its_line(tmp_path, changes, message):
-    write(tmp_path / EVENTS, [SKIPPED, replace(SKIPPED, **changes)])
+    write(tmp_path / RunFile.EVENTS, [SKIPPED, replace(SKIPPED, **changes)])
     with pytest.raises(CheckpointError, match=f"events.jsonl is damaged: {message}"):
         read_events(tmp_path)
 

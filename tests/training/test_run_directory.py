@@ -19,7 +19,7 @@ from diffllm.config import TrainConfig, loading
 from diffllm.config.compose import variants
 from diffllm.config.saved import load_run_config
 from diffllm.core.errors import CheckpointError, ConfigError, InUseError
-from diffllm.metrics.records import read_summary
+from diffllm.core.run_files import read_summary
 from diffllm.training.run_directory import (
     RunDirectory,
     choose_path,

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from diffllm.checkpoint.hf.layout import Mapped, same
-from diffllm.checkpoint.manifest import check_parameters, read_state
+from diffllm.checkpoint.manifest import STATE, check_parameters, read_state
 from diffllm.checkpoint.reader import failure_reason, load_tensors
 from diffllm.core.errors import ConfigError
 from diffllm.distributed.fsdp import fp32_parameters
@@ -126,7 +126,7 @@ def write_safetensors(
     for file, names in split.filename_to_tensors.items():
         save_file(outputs(names), directory / file, {"format": "pt"})
         # save_file makes files that only the owner can read.
-        shutil.copymode(checkpoint / "state.json", directory / file)
+        shutil.copymode(checkpoint / STATE, directory / file)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (directory / f"{stem}.safetensors.index.json").write_text(

@@ -109,15 +109,15 @@ def merges_of(content: Any) -> list[tuple[str, str]]:
     the same concatenation are sorted by the length of the left token, longest first, because
     sentencepiece merges from left to right. `content` is the content of the sentencepiece file.
     """
-    texts = {
-        piece.piece.replace(SPACE_MARK, " "): (-piece.score, token)
-        for token, piece in enumerate(content.pieces)
-        if piece.type == NORMAL
-    }
+    texts = {}
+    for token, piece in enumerate(content.pieces):
+        if piece.type == NORMAL:
+            text = piece.piece.replace(SPACE_MARK, " ")
+            texts[text] = (-piece.score, token)
     splits = []
-    for piece, order in texts.items():
-        for cut in range(1, len(piece)):
-            pair = (piece[:cut], piece[cut:])
+    for text, order in texts.items():
+        for cut in range(1, len(text)):
+            pair = (text[:cut], text[cut:])
             if pair[0] in texts and pair[1] in texts:
                 splits.append((*order, -cut, pair))
     return [pair for *_, pair in sorted(splits)]
@@ -138,9 +138,14 @@ def imported_prefix(path: Path) -> list[str]:
         encoding = tokenizer.encode(BEHAVIOUR_PROBE)
         # 0 for the tokens of the text, None for added tokens.
         sequences = encoding.sequence_ids
-        return encoding.tokens[: sequences.index(0)] if 0 in sequences else []
+        if 0 not in sequences:
+            return []
+        first = sequences.index(0)
+        return encoding.tokens[:first]
     config = read_config(path)
     if config.get("add_bos_token") is not True:
         return []
     token = named_token({"bos_token": LLAMA_BOS} | config, "bos_token")
-    return [token] if isinstance(token, str) else []
+    if not isinstance(token, str):
+        return []
+    return [token]

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from diffllm.compare.arms.arm import Arm, have_equal_tokens
+from diffllm.core.run_files import LARGEST
 from diffllm.evaluation.heldout import DocumentLosses, same_documents
-from diffllm.metrics.records import LARGEST
 from diffllm.statistics.divergence import Share, diverged_more
 from diffllm.statistics.document_error import document_error
 from diffllm.statistics.gap_tests import Gap, Seed, paired, seed_correlation, welch

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 
 from diffllm.compare.arms.run import Run
+from diffllm.core.run_files import finite
 from diffllm.data.shards import thin_heldout
-from diffllm.metrics.records import finite
 
 HELDOUT = "heldout_tokens"
 """Number of tokens of the final held-out loss; unknown in runs of older versions."""

@@ -2,7 +2,7 @@
 
 import math
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
@@ -14,20 +14,20 @@ import numpy as np
 from diffllm.config import TrainConfig
 from diffllm.config.saved import flatten, load_run_config, yaml_dict
 from diffllm.core.errors import CheckpointError
-from diffllm.core.files import read_lines, readable
 from diffllm.core.keys import Declaration, declarations
 from diffllm.core.printing import to_stderr
-from diffllm.evaluation.heldout import DocumentLosses, document_losses
-from diffllm.metrics.metric import Metric
-from diffllm.metrics.records import (
+from diffllm.core.run_files import (
+    RunFile,
     diverged,
     finite,
+    metrics_lines,
     read_changes,
-    read_metrics_line,
-    read_record,
+    read_facts,
     read_summary,
     recorded_variables,
 )
+from diffllm.evaluation.heldout import DocumentLosses, document_losses
+from diffllm.metrics.metric import Metric
 from diffllm.metrics.steps import read_steps
 
 VISIBLE_KEYS = "data/visible_keys"
@@ -218,7 +218,7 @@ class Run:
     def train_seconds(self) -> float | None:
         """Summed times of the training steps; None if steps.npy has no such times."""
         try:
-            seconds = read_steps(self.path / "steps.npy")["train_seconds"]
+            seconds = read_steps(self.path / RunFile.STEPS)["train_seconds"]
         except CheckpointError:
             return None
         return finite(float(seconds[-1])) if len(seconds) else None
@@ -262,7 +262,7 @@ def load_run(path: Path) -> Run:
     Raises CheckpointError if a file is missing or damaged.
     """
     cfg = load_run_config(path)
-    facts = read_record(path / "run.json") or {}
+    facts = read_facts(path)
     summary = read_summary(path)
     changes = []
     for line in read_changes(path):
@@ -271,7 +271,7 @@ def load_run(path: Path) -> Run:
             continue
         for key, (before, after) in line["changes"].items():
             changes.append(f"{key} {before} to {after} after step {line['step']}")
-    metrics = read_metrics(path)
+    metrics = Metrics(metrics_lines(path))
     if metrics.skipped:
         to_stderr(f"warning: {skipped_text(path, metrics.skipped)}")
     facts = with_visible_keys(facts, metrics, cfg.seq_len)
@@ -319,27 +319,7 @@ def keys_seen(metrics: Metrics) -> Series:
 
 def skipped_text(path: Path, lines: int) -> str:
     noun = "lines" if lines > 1 else "line"
-    return f"{path}/metrics.jsonl: skipped {lines} damaged or misplaced {noun}"
-
-
-def read_metrics(path: Path) -> Metrics:
-    """Read the metrics of a run directory; the result is empty if metrics.jsonl is missing.
-
-    An incomplete last line is ignored, because a running process may still write this line. Raises
-    CheckpointError if the file cannot be read.
-    """
-    file = path / "metrics.jsonl"
-    with readable(file), suppress(FileNotFoundError):
-        return Metrics(metrics_lines(file))
-    return Metrics([])
-
-
-def metrics_lines(file: Path) -> Iterator[dict[str, Any] | None]:
-    """Yield the lines of metrics.jsonl without an incomplete last line; None if damaged."""
-    for text in read_lines(file):
-        line = read_metrics_line(text)
-        if line is not None or text.endswith("\n"):
-            yield line
+    return f"{path / RunFile.METRICS}: skipped {lines} damaged or misplaced {noun}"
 
 
 def run_value(run: Run, metric: Metric) -> float | None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.files import similar_path, user_path
 from diffllm.core.names import directory_name
-from diffllm.metrics.records import read_record
+from diffllm.core.run_files import RunFile, RunFolder, SweepFile, read_record
 
 DEPTH = 4
 MOST_NAMES, MOST_WAITING = 4, 8
@@ -52,7 +52,7 @@ def find_runs(named: list[Path]) -> Directories:
     for path in distinct:
         if is_run(path):
             runs.append(path)
-        if os.path.isfile(path / "sweep.json"):
+        if os.path.isfile(path / SweepFile.RECORD):
             sweeps.append(path)
     titles = []
     for path in named:
@@ -130,9 +130,9 @@ def directories_with_runs(path: Path) -> list[Path]:
 
 def is_run(path: Path) -> bool:
     # A run that has no metrics yet has both config.yaml and checkpoints/.
-    has_config = os.path.isfile(path / "config.yaml")
-    has_started = has_config and os.path.isdir(path / "checkpoints")
-    return has_started or os.path.isfile(path / "metrics.jsonl")
+    has_config = os.path.isfile(path / RunFile.CONFIG)
+    has_started = has_config and os.path.isdir(path / RunFolder.CHECKPOINTS)
+    return has_started or os.path.isfile(path / RunFile.METRICS)
 
 
 def search(path: Path, depth: int = DEPTH) -> list[Path]:
@@ -153,11 +153,13 @@ def search(path: Path, depth: int = DEPTH) -> list[Path]:
 
 def sweep_notes(sweep: Path) -> list[str]:
     try:
-        planned = (read_record(sweep / "sweep.json") or {}).get("runs")
+        planned = (read_record(sweep / SweepFile.RECORD) or {}).get("runs")
     except CheckpointError as error:
         return [f"{error}; the runs that have not started are unknown."]
     if not isinstance(planned, dict):
-        return [f"{sweep}/sweep.json names no runs; the runs that have not started are unknown."]
+        return [
+            f"{sweep / SweepFile.RECORD} names no runs; the runs that have not started are unknown."
+        ]
     waiting = [name for name in planned if not is_run(sweep / name)]
     if not waiting:
         return []

@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from diffllm.core.run_files import finite
 from diffllm.metrics.display import duration
-from diffllm.metrics.records import finite
 from diffllm.statistics.divergence import Share
 from diffllm.statistics.estimates import Estimate
 from diffllm.statistics.gap_tests import Gap

@@ -11,7 +11,7 @@ from diffllm.compare.arms.sentences import exact_note
 from diffllm.compare.report.comparison import read
 from diffllm.compare.report.rows import Group, Row
 from diffllm.core.errors import ConfigError
-from diffllm.metrics.records import finite
+from diffllm.core.run_files import finite
 from diffllm.statistics.power_analysis import chance_of_less, least_seeds, paired_power
 from diffllm.statistics.seed_variance import SeedSpread, pairs, pooled
 

@@ -53,6 +53,7 @@ from diffllm.config.help import variant_line
 from diffllm.core.errors import ConfigError, printable
 from diffllm.core.files import replace_file
 from diffllm.core.printing import KEPT, Cell, Table, TableColumn
+from diffllm.core.run_files import RunFile
 
 OPEN_ROWS = 12
 """Largest number of rows whose results are not folded."""
@@ -71,14 +72,14 @@ def write_page(comparison: Comparison, directory: Path | None) -> tuple[Path, Pa
     table = csv_text(comparison.rows).encode()
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        replace_file(directory / "report.html", html)
-        replace_file(directory / "report.csv", table)
+        replace_file(directory / RunFile.REPORT_PAGE, html)
+        replace_file(directory / RunFile.REPORT_TABLE, table)
     except OSError as error:
         raise ConfigError(
             f"the report cannot be written to {directory}: {error.strerror}; "
             "choose another directory with out=DIR"
         ) from error
-    return directory / "report.html", directory / "report.csv"
+    return directory / RunFile.REPORT_PAGE, directory / RunFile.REPORT_TABLE
 
 
 def required(directory: Path | None) -> Path:

@@ -14,6 +14,7 @@ from diffllm.compare.arms.run import Metrics, Run
 from diffllm.compare.arms.run_search import shortlist
 from diffllm.compare.report.keys import HEADLINE, Keys, distinguish, has_differences, overrides
 from diffllm.config import TrainConfig
+from diffllm.core.run_files import RunFile
 from diffllm.statistics.estimates import Estimate
 from diffllm.statistics.trend import Trend
 
@@ -131,7 +132,7 @@ def age_order(run: Run) -> tuple[bool, float, str]:
     """Return the sort key of runs of one seed: unfinished runs first, then by last change."""
     last_change = 0.0
     # A run writes these files in this order.
-    for name in ("config.yaml", "metrics.jsonl", "summary.json"):
+    for name in (RunFile.CONFIG, RunFile.METRICS, RunFile.SUMMARY):
         file = run.path / name
         if file.exists():
             last_change = file.stat().st_mtime

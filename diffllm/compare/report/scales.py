@@ -7,7 +7,7 @@ import numpy as np
 
 from diffllm.compare.arms.sentences import short
 from diffllm.compare.report.curves import Band
-from diffllm.metrics.records import LARGEST
+from diffllm.core.run_files import LARGEST
 from diffllm.statistics.estimates import Estimate
 
 if TYPE_CHECKING:

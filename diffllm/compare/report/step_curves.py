@@ -17,9 +17,9 @@ from diffllm.compare.arms.run_search import is_run
 from diffllm.compare.report.curves import Array, Band, Spike, over_seeds
 from diffllm.core.errors import CheckpointError
 from diffllm.core.printing import to_stderr
+from diffllm.core.run_files import LARGEST, RunFile, finite
 from diffllm.metrics import table
-from diffllm.metrics.events import EVENTS, read_events
-from diffllm.metrics.records import LARGEST, finite
+from diffllm.metrics.events import read_events
 from diffllm.metrics.spikes import APART
 from diffllm.metrics.steps import STEP_DTYPE, read_steps
 
@@ -66,7 +66,7 @@ def run_curves(run: Run, size: int = 1) -> RunCurves:
     If the run has no steps.npy, or a damaged one, each logged value is an interval.
     """
     try:
-        rows = read_steps(run.path / "steps.npy")
+        rows = read_steps(run.path / RunFile.STEPS)
     except CheckpointError as error:
         to_stderr(f"warning: {error}; figures show only the logged steps of this run")
         rows = np.zeros(0, STEP_DTYPE)
@@ -137,7 +137,7 @@ def run_spikes(run: Run, curves: dict[str, StepCurve]) -> dict[str, list[Spike]]
     Runs of older versions have no such file. If the file is damaged, print a warning.
     """
     spikes: dict[str, list[Spike]] = {name: [] for name in curves}
-    if not (run.path / EVENTS).exists():
+    if not (run.path / RunFile.EVENTS).exists():
         return spikes
     try:
         events = read_events(run.path)

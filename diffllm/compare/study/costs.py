@@ -27,7 +27,7 @@ from diffllm.config.matching import totals
 from diffllm.config.saved import load_run_config
 from diffllm.core.errors import listed
 from diffllm.core.printing import Table
-from diffllm.metrics.records import finite, read_summary
+from diffllm.core.run_files import finite, read_summary
 
 START_S = 20.0
 """Seconds from the launch of a run to its first step; an assumption for GPUs, not measured."""

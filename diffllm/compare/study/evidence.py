@@ -25,8 +25,8 @@ from diffllm.config import TrainConfig
 from diffllm.config.saved import load_run_config
 from diffllm.core.console import track
 from diffllm.core.errors import ConfigError
+from diffllm.core.run_files import RunFile, finite, read_facts
 from diffllm.metrics.facts import facts_of
-from diffllm.metrics.records import finite, read_record
 from diffllm.metrics.table import metric_of
 
 LOSS_METRICS = (LR_SENSITIVITY, "heldout_loss")
@@ -122,7 +122,7 @@ def grid_differences(
         corpora: corpus hashes of the compared runs of the same arm.
     """
     text = strayed(path, cfg, planned, is_hashed)
-    corpus = facts_of(read_record(path / "run.json") or {}).corpus
+    corpus = facts_of(read_facts(path)).corpus
     if not text and corpus and corpora and corpus not in corpora:
         text = f"its corpus is {corpus[:HASH]}, which no compared run of the arm has"
     return text
@@ -202,7 +202,7 @@ def metric_fields(run: Run, study: Study, place: str) -> dict[str, Any]:
         return measured
     number = final_value(run, study.metric)
     if number is None:
-        file = "summary.json" if study.metric in OF_THE_SUMMARY else "metrics.jsonl"
+        file = RunFile.SUMMARY if study.metric in OF_THE_SUMMARY else RunFile.METRICS
         raise ConfigError(f"{place}/{file} has no {study.metric}; choose another metric")
     measured["value"] = finite(number)
     return measured

@@ -26,7 +26,7 @@ from diffllm.config.saved import Counts, changes_to, flatten, load_run_config
 from diffllm.config.schema import ContextError
 from diffllm.config.words import typed_override
 from diffllm.core.errors import ConfigError
-from diffllm.metrics.records import diverged, read_summary
+from diffllm.core.run_files import RunFile, diverged, read_summary
 
 DECIDING, RATES = "deciding", "rates"
 
@@ -272,7 +272,7 @@ def start_words(planned: Planned, out: Path, digest: str) -> list[str]:
     """
     path = out / planned.name
     mark = f"{digest}/{planned.stage}/{planned.arm}"
-    if (path / "config.yaml").is_file():
+    if (path / RunFile.CONFIG).is_file():
         # A resumed run keeps the hash of its start: a verdict compares it with the study.
         mark = load_run_config(path).run.study or ""
     words = [*planned.words, "run.report=false"]
@@ -300,7 +300,7 @@ def strayed(run_path: Path, saved: TrainConfig, planned: Planned, counts: Counts
     changes.pop("run.study", None)
     if starting_point(saved, run_path) != starting_point(cfg):
         changes["resume"] = (saved.resume, cfg.resume)
-    if not changes and (run_path / "changes.jsonl").exists():
+    if not changes and (run_path / RunFile.CHANGES).exists():
         return "its config changed during the run"
     texts = [f"{key} is {value}, not {plan}" for key, (value, plan) in changes.items()]
     return ", ".join(texts)

@@ -8,9 +8,9 @@ from typing import NamedTuple
 from diffllm.compare.arms.run import Run
 from diffllm.compare.study.file import POSITION
 from diffllm.core.errors import ConfigError
+from diffllm.core.run_files import finite
 from diffllm.evaluation.evaluation import all_results, question_of
 from diffllm.evaluation.position import DOCUMENTS
-from diffllm.metrics.records import finite
 
 
 class PositionLosses(NamedTuple):

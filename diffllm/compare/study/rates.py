@@ -8,7 +8,7 @@ from pathlib import Path
 from diffllm.compare.study.arms import RateRun
 from diffllm.compare.study.file import Study
 from diffllm.compare.study.planned_runs import RATES, Planned, deciding_runs, is_ended, rate_run
-from diffllm.metrics.records import read_summary
+from diffllm.core.run_files import RunFile, read_summary
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class ChosenRate:
 
 def grid_directories(out: Path) -> dict[str, Path]:
     """Return the directories of all started runs in the learning rate grid, by run name."""
-    files = sorted((out / RATES).glob("*/config.yaml"))
+    files = sorted((out / RATES).glob(f"*/{RunFile.CONFIG}"))
     return {f"{RATES}/{file.parent.name}": file.parent for file in files}
 
 

@@ -45,6 +45,7 @@ from diffllm.config.words import typed_override
 from diffllm.core.console import track
 from diffllm.core.errors import ConfigError
 from diffllm.core.printing import echo, to_stderr
+from diffllm.core.run_files import RunFile
 from diffllm.distributed.launcher import stopped_status
 from diffllm.distributed.world import World
 from diffllm.metrics.wandb_config import check_wandb
@@ -229,7 +230,7 @@ def check_study_runs(study: Study, out: Path, world_size: int, ranks_here: int =
             check_memory(configs[arm], world_size, ranks_here)
     for planned in remaining:
         path = out / planned.name
-        if (path / "config.yaml").is_file():
+        if (path / RunFile.CONFIG).is_file():
             problem = strayed(path, load_run_config(path), planned)
             if problem:
                 raise ConfigError(

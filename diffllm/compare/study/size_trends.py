@@ -14,7 +14,7 @@ from diffllm.compare.study.file import PARAMETERS, Rule, Study
 from diffllm.config import TrainConfig
 from diffllm.config.matching import totals
 from diffllm.core.errors import ConfigError, listed
-from diffllm.metrics.records import finite
+from diffllm.core.run_files import finite
 from diffllm.statistics.trend import fit_line
 
 

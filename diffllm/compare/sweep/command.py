@@ -18,10 +18,10 @@ from diffllm.compare.sweep.sweep_directory import MESSAGE_WORDS, SweepDirectory
 from diffllm.core.errors import CheckpointError, UserError
 from diffllm.core.held_directories import reserve, take_back
 from diffllm.core.printing import echo
+from diffllm.core.run_files import RunFile, finite, read_ending, read_facts, stopped_text
 from diffllm.distributed.launcher import stopped_status
 from diffllm.distributed.world import DistributedConfig, World, join
 from diffllm.metrics.display import duration
-from diffllm.metrics.records import finite, read_ending, read_record, stopped_text
 from diffllm.metrics.wandb_config import RUN_ID
 from diffllm.metrics.wandb_directories import ALL_OFFLINE_RUNS, OFFLINE_RUNS, wandb_parent
 
@@ -300,11 +300,10 @@ def wandb_ids(directory: Path) -> list[str]:
     from diffllm.compare.wandb_runs import stored_comparison_id
 
     ids = [stored_comparison_id(directory)]
-    files = [*directory.glob("*/run.json"), *directory.glob("*/*/run.json")]
+    files = [*directory.glob(f"*/{RunFile.FACTS}"), *directory.glob(f"*/*/{RunFile.FACTS}")]
     for file in sorted(files):
         with suppress(CheckpointError):
-            facts = read_record(file) or {}
-            ids.append(facts.get("wandb_id"))
+            ids.append(read_facts(file.parent).get("wandb_id"))
     return [run_id for run_id in ids if run_id and RUN_ID.fullmatch(run_id)]
 
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from diffllm.core.files import open_to_append
 from diffllm.core.printing import echo
+from diffllm.core.run_files import RunFile, RunFolder, list_checkpoints, step_of, sweep_log
 from diffllm.distributed.launcher import SWEEP_JOB, report_signal
 
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -72,7 +73,7 @@ class Job:
 
     @property
     def log(self) -> Path:
-        return Path(f"{self.path}.log")
+        return sweep_log(Path(self.path))
 
     @property
     def variables(self) -> dict[str, str]:
@@ -86,18 +87,13 @@ class Job:
 
     @property
     def has_summary(self) -> bool:
-        return Path(self.path, "summary.json").is_file()
+        return Path(self.path, RunFile.SUMMARY).is_file()
 
     @property
     def saved_step(self) -> int:
         """Step of the newest checkpoint; 0 without a checkpoint."""
-        # `list_checkpoints` would load hundreds of modules on each rank.
-        newest_step = 0
-        for file in Path(self.path, "checkpoints").glob("step-*/manifest.json"):
-            digits = file.parent.name.removeprefix("step-")
-            if digits.isdecimal():
-                newest_step = max(newest_step, int(digits))
-        return newest_step
+        checkpoints = list_checkpoints(Path(self.path, RunFolder.CHECKPOINTS))
+        return step_of(checkpoints[-1]) if checkpoints else 0
 
     def progress(self) -> str:
         step = self.saved_step

@@ -48,6 +48,7 @@ from diffllm.config.words import (
 from diffllm.core.errors import CheckpointError, ConfigError, UserError
 from diffllm.core.files import check_length
 from diffllm.core.keys import class_declarations, declaration_of
+from diffllm.core.run_files import sweep_log
 from diffllm.metrics.wandb_config import check_wandb
 from diffllm.training.memory import check_memory
 from diffllm.training.run_directory import choose_path, ending
@@ -197,7 +198,7 @@ def plan_sweep(
     for name, run in runs.items():
         run.cfg.check_world(world_size)
         check_wandb(run.cfg.wandb)
-        check_length(directory.path / f"{name}.log", f"run.name={name}")
+        check_length(sweep_log(directory.path / name), f"run.name={name}")
     # Only now: an invalid config must not leave a new directory. After `hold`, no other process can
     # change sweep.json or start the same runs.
     directory.hold()

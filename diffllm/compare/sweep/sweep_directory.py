@@ -14,7 +14,7 @@ from diffllm.config.saved import differences, load_run_config, with_lengths
 from diffllm.core.errors import CheckpointError, ConfigError, InUseError
 from diffllm.core.files import why_no_file, write_atomic
 from diffllm.core.held_directories import hold, missing, take_back
-from diffllm.metrics.records import read_record
+from diffllm.core.run_files import RunFile, SweepFile, read_record, sweep_log
 from diffllm.training.run_directory import check_kind
 
 MESSAGE_WORDS = ("sweep directory", "another run.sweep")
@@ -38,7 +38,7 @@ class SweepDirectory:
         """
         self.path = path
         self.kind = kind
-        self.file = path / "sweep.json"
+        self.file = path / SweepFile.RECORD
         self.created_paths = created_paths
         check_kind(path, kind, "run.sweep" if kind == "sweep" else "out")
         self.record: dict[str, Any] = {"keys": None, "runs": {}, "jobs": {}}
@@ -108,7 +108,7 @@ def recorded_configs(
             check_shared(words, f"{directory.file}: runs.{name}")
             configs[name] = without_imports([*shared_words, *words])
         except ConfigError:
-            if (directory.path / name / "config.yaml").is_file():
+            if (directory.path / name / RunFile.CONFIG).is_file():
                 raise
     return configs
 
@@ -117,7 +117,7 @@ def check_runs(directory: SweepDirectory, configs: Configs) -> None:
     """Raise ConfigError if an existing run cannot resume with its config in `configs`."""
     for name, cfg in configs.items():
         run = directory.path / name
-        log = run.with_name(f"{name}.log")
+        log = sweep_log(run)
         problem = why_no_file(log)
         if problem:
             raise ConfigError(
@@ -135,5 +135,5 @@ def check_runs(directory: SweepDirectory, configs: Configs) -> None:
                 f"{what_differs(with_lengths(changes, run, cfg))}; choose another run.sweep, or "
                 f"allow the change with run.allow_changes=[{needed}]"
             )
-        if cfg.resume == "never" and (run / "config.yaml").is_file():
+        if cfg.resume == "never" and (run / RunFile.CONFIG).is_file():
             raise ConfigError(f"{run} contains a run, but resume=never; choose another run.sweep")

@@ -18,7 +18,7 @@ from diffllm.compare import wandb_views
 from diffllm.compare.dashboard import comparison_dashboard, project_dashboard
 from diffllm.compare.report.comparison import Comparison
 from diffllm.compare.report.styles import row_styles
-from diffllm.compare.wandb_runs import COMPARISON_ID
+from diffllm.core.run_files import SweepFile
 from diffllm.metrics.panels import sections_by_title
 from diffllm.metrics.table import COST_AXES, METRICS, metric_of
 from diffllm.metrics.wandb_config import WandbConfig
@@ -77,7 +77,7 @@ def shown_ids(content: dict[str, Any]) -> list[str]:
 
 
 def requests_of(comparison: Comparison, directory: Path) -> dict[str, Any]:
-    (directory / COMPARISON_ID).write_text("0a0b0c0d\n", encoding="utf-8")
+    (directory / SweepFile.COMPARISON_ID).write_text("0a0b0c0d\n", encoding="utf-8")
     content = comparison_dashboard(comparison, directory, "first", "team")
     return wandb_views.make_views(content, directory / "none.json").requests()
 

@@ -15,13 +15,13 @@ from diffllm.cli import main
 from diffllm.compare.report.comparison import read
 from diffllm.compare.sweep.command import print_upload
 from diffllm.compare.wandb_runs import (
-    COMPARISON_ID,
     Destination,
     comparison_id,
     record_gaps,
     write_gaps,
 )
 from diffllm.core.errors import ConfigError
+from diffllm.core.run_files import SweepFile
 from diffllm.metrics.wandb_config import WandbMode
 
 
@@ -77,7 +77,7 @@ def test_record_gaps_at_equal_flops_stores_final_gap_without_steps(tmp_path, mon
     run = recorded(swept)
     assert run.history == []
     assert run.summary["gap/diff_v2"] == pytest.approx(-0.11)
-    (swept / COMPARISON_ID).unlink()
+    (swept / SweepFile.COMPARISON_ID).unlink()
     result = write_gaps(swept, Destination(WandbMode.offline, None, None))
     assert result["lines"] == 0
 
@@ -175,7 +175,9 @@ def test_failed_online_command_keeps_offline_gaps(swept, monkeypatch):
 
 
 def test_gaps_are_written_with_warning_if_sweep_cannot_store_their_id(swept, capsys):
-    (swept / COMPARISON_ID).mkdir()  # root may write to directories without write permission
+    file = swept / SweepFile.COMPARISON_ID
+    # Not a directory without write permission, because root may write there.
+    file.mkdir()
     assert main(["report", str(swept)]) == 0
     assert not (swept / "wandb").exists()
     assert main(["report", str(swept), "wandb=true"]) == 0
@@ -184,7 +186,7 @@ def test_gaps_are_written_with_warning_if_sweep_cannot_store_their_id(swept, cap
     output, errors = capsys.readouterr()
     assert f"gaps over tokens: {swept / 'wandb'}" in output
     warnings = [line for line in errors.splitlines() if "warning: later" in line]
-    message = f"will write another wandb run with the gaps: cannot write {swept / COMPARISON_ID}: "
+    message = f"will write another wandb run with the gaps: cannot write {file}: "
     assert [message in line for line in warnings] == [True, True]
 
 

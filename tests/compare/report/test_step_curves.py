@@ -22,7 +22,8 @@ from diffllm.compare.report.step_curves import (
     run_curves,
 )
 from diffllm.compare.report.styles import RowStyle
-from diffllm.metrics.events import EVENTS, Event, EventsFile, events_of_step
+from diffllm.core.run_files import RunFile
+from diffllm.metrics.events import Event, EventsFile, events_of_step
 from diffllm.metrics.spikes import SpikeMonitor
 from diffllm.metrics.steps import STEP_DTYPE, StepsFile
 
@@ -50,7 +51,7 @@ def every_step(seed: int, spike: int | None = SPIKE) -> np.ndarray:
 
 def write_events(run: Path, rows: np.ndarray) -> None:
     """Write events.jsonl as training does."""
-    monitor, file = SpikeMonitor(), EventsFile(run / EVENTS)
+    monitor, file = SpikeMonitor(), EventsFile(run / RunFile.EVENTS)
     for row in rows:
         loss, grad_norm = row["train/loss"].item(), row["train/grad_norm"].item()
         spikes = monitor.update(loss, grad_norm)
@@ -131,7 +132,7 @@ def test_marks_are_events_of_the_detrended_definition(tmp_path):
 def test_unmarked_excursion_extends_scale_or_is_named_in_caption(tmp_path, spike):
     """The scale ignores the first 40 steps; later steps are ignored only if they are marked."""
     run = write(tmp_path / "run", 0, spike=spike)
-    (run / EVENTS).write_text("", encoding="utf-8")
+    (run / RunFile.EVENTS).write_text("", encoding="utf-8")
     svg, caption = figure(write_report([run])[0], "Training loss")
     assert "riangle" not in svg + caption
     assert ("The scale ends at" in caption) == (spike <= 40)
@@ -247,9 +248,9 @@ def test_report_is_written_with_forged_or_damaged_events(tmp_path, capsys, chang
     run = write(tmp_path / "run", 0)
     event = {"kind": "loss_spike", "step": 9, "tokens": 9, "definition": "spikes_detrended"}
     lines = [json.dumps({**event, **changes}), json.dumps(event)]
-    (run / EVENTS).write_text("\n".join([*lines, ""]), encoding="utf-8")
+    (run / RunFile.EVENTS).write_text("\n".join([*lines, ""]), encoding="utf-8")
     page, _ = write_report([run])
-    warning = f"warning: {run}/{EVENTS} is damaged: line 1"
+    warning = f"warning: {run}/{RunFile.EVENTS} is damaged: line 1"
     assert (warning in capsys.readouterr().err) == damaged
     assert ("Triangles mark spikes" in figure(page, "Training loss")[1]) != damaged
 

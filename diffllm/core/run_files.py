@@ -1,18 +1,122 @@
-"""Read the JSON files of runs and sweeps, and check the values of fields that other code uses."""
+"""Names of all files and folders in the directories of runs and sweeps, and their readers.
+
+A new file of a run or sweep needs a member of an enum. If its content is a JSON object, it also
+needs an entry in FIELDS. Other modules do not spell these names. The readers of steps.npy and
+events.jsonl are next to their writers in `diffllm.metrics`.
+"""
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from enum import StrEnum
 from pathlib import Path, PurePosixPath
 from types import NoneType
 from typing import Any
 
 from diffllm.core.files import parse_json, read_json, read_lines, readable
 
+
+class RunFile(StrEnum):
+    """Files in a run directory, except those of the tokenizer.
+
+    A run does not start if one of these paths exists and is not a regular file.
+    """
+
+    CONFIG = "config.yaml"
+    FACTS = "run.json"
+    SUMMARY = "summary.json"
+    METRICS = "metrics.jsonl"
+    STEPS = "steps.npy"
+    EVENTS = "events.jsonl"
+    CHANGES = "changes.jsonl"
+    SAVED = "saved.json"
+    """The last saved step. This file is not in checkpoints/, because checkpoints/ may be on another
+    disk that is not mounted."""
+    REQUEUE = "requeue"
+    """Tells the launch script to requeue the job."""
+    LOG = "run.log"
+    """Copy of the terminal output, except in a sweep; see `sweep_log`."""
+    LOCK = ".lock"
+    """Also in the directories of sweeps and studies."""
+    REPORT_PAGE = "report.html"
+    """Like REPORT_TABLE, also in any other directory of a report."""
+    REPORT_TABLE = "report.csv"
+
+
+class RunFolder(StrEnum):
+    """Folders in a run directory. A run does not start if one of these paths is not a directory."""
+
+    CHECKPOINTS = "checkpoints"
+    HELDOUT = "heldout"
+    """Losses of held-out documents."""
+    EVALUATION = "evaluation"
+    """Results of `diffllm evaluate`."""
+    TRACES = "traces"
+    """Stack traces of stalled ranks."""
+    PROFILE = "profile"
+    TENSORBOARD = "tensorboard"
+    WANDB = "wandb"
+    """Also in the directories of sweeps and studies."""
+
+
+CONSOLIDATED = "consolidated"
+"""Folder of `diffllm consolidate` in a run directory. Training does not check this path."""
+
+
+class SweepFile(StrEnum):
+    """Files in the directory of a sweep or study; only COMPARISON_ID also in that of a run."""
+
+    RECORD = "sweep.json"
+    COMPARISON_ID = ".wandb-id"
+    """Id in wandb of the run with the gaps of a comparison."""
+
+
+def sweep_log(run: Path) -> Path:
+    """Return the file with the terminal output of a run in a sweep. The file is next to the run."""
+    return run.with_name(f"{run.name}.log")
+
+
+def step_name(step: int) -> str:
+    """Return the name of a checkpoint, and of folders and files about this checkpoint."""
+    return f"step-{step:08d}"
+
+
+def checkpoint_path(directory: Path, step: int) -> Path:
+    return directory / step_name(step)
+
+
+def hidden_path(directory: Path, step: int) -> Path:
+    return directory / f".{step_name(step)}.incomplete"
+
+
+COMPLETE, INCOMPLETE = re.compile(r"step-\d{1,18}"), re.compile(r"\.step-\d{1,18}\.incomplete")
+"""Names of complete checkpoints, and of checkpoints that are partly saved or partly deleted."""
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removesuffix(".incomplete").rpartition("-")[2])
+
+
+def list_checkpoints(directory: Path) -> list[Path]:
+    """List the complete checkpoint directories in `directory`, oldest first."""
+    checkpoints = []
+    for path in directory.glob("step-*"):
+        if COMPLETE.fullmatch(path.name) and path.is_dir():
+            checkpoints.append(path)
+    return sorted(checkpoints, key=step_of)
+
+
+def list_incomplete(directory: Path) -> list[Path]:
+    """List the checkpoint directories in `directory` that are partly saved or partly deleted."""
+    paths = directory.glob(".step-*.incomplete")
+    return sorted(path for path in paths if INCOMPLETE.fullmatch(path.name))
+
+
 WHOLE, NUMBER, TEXT, LIST, OBJECT = (int,), (int, float), (str,), (list,), (dict,)
 POSITIVE_FACTS = ("parameters", "active_parameters", "flops_per_token", "flops_per_visible_key")
 FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
-    "summary.json": {
+    RunFile.SUMMARY: {
         "steps": WHOLE,
         "state": TEXT,
         "reason": TEXT,
@@ -24,7 +128,7 @@ FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
         "visible_keys": NUMBER,
         "flops_per_token": NUMBER,
     },
-    "run.json": {
+    RunFile.FACTS: {
         **dict.fromkeys(POSITIVE_FACTS, NUMBER),
         "heldout_tokens": NUMBER,
         "ranks": NUMBER,
@@ -42,8 +146,8 @@ FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
         "environment": OBJECT,
         "plugin_code": OBJECT,
     },
-    "saved.json": {"step": WHOLE},
-    "sweep.json": {"keys": LIST, "runs": OBJECT, "jobs": OBJECT},
+    RunFile.SAVED: {"step": WHOLE},
+    SweepFile.RECORD: {"keys": LIST, "runs": OBJECT, "jobs": OBJECT},
 }
 """The checked fields of each file; a missing field or null is valid, except in saved.json."""
 LARGEST = 1e40
@@ -63,7 +167,7 @@ def read_ending(run: Path) -> dict[str, Any] | None:
 
     If the run diverged, the key "stopped" contains the reason for the divergence.
     """
-    return read_record(run / "summary.json")
+    return read_record(run / RunFile.SUMMARY)
 
 
 def diverged(run: Path) -> bool:
@@ -90,6 +194,11 @@ def read_record(file: Path) -> dict[str, Any] | None:
                 content[name] = finite(value)
         return content
     return None
+
+
+def read_facts(run: Path) -> dict[str, Any]:
+    """Read the run.json of a run; return {} if the file is missing."""
+    return read_record(run / RunFile.FACTS) or {}
 
 
 def recorded_variables(facts: dict[str, Any]) -> dict[str, str]:
@@ -120,7 +229,7 @@ def check_record(name: str, content: dict[str, Any]) -> None:
     for field, types in FIELDS[name].items():
         value = content.get(field)
         if value is None:
-            is_usable = name != "saved.json"
+            is_usable = name != RunFile.SAVED
         else:
             # Not isinstance, because Python counts booleans as integers.
             is_usable = type(value) in types and not (field in POSITIVE_FACTS and value <= 0)
@@ -134,7 +243,7 @@ def check_record(name: str, content: dict[str, Any]) -> None:
             values = values.values()
         if not all_text(values):
             raise ValueError(f"has no usable {field}: every value must be text")
-    if name == "sweep.json":
+    if name == SweepFile.RECORD:
         for run, words in (content.get("runs") or {}).items():
             if not is_below(run) or not isinstance(words, list) or not all_text(words):
                 raise ValueError("has no usable runs: must map directory names to overrides")
@@ -159,7 +268,7 @@ def read_changes(run: Path) -> list[dict[str, Any]]:
     A change is a dict such as {"step": 3, "changes": {"seed": [0, 1]}}, where [0, 1] are the old
     and the new value of the key `seed`. Raises CheckpointError if a line is invalid.
     """
-    file = run / "changes.jsonl"
+    file = run / RunFile.CHANGES
     lines = []
     with readable(file), suppress(FileNotFoundError, NotADirectoryError):
         for text in read_lines(file):
@@ -180,10 +289,23 @@ def is_change(line: Any) -> bool:
     return all(isinstance(pair, list) and len(pair) == 2 for pair in changes.values())
 
 
-def logged_lines(file: Path, last_step: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the valid lines of a metrics.jsonl, oldest first, up to training step `last_step`."""
-    for text in read_lines(file):
-        line = read_metrics_line(text)
+def metrics_lines(run: Path) -> Iterator[dict[str, Any] | None]:
+    """Yield the lines of a run's metrics.jsonl, oldest first; None for an invalid line.
+
+    An incomplete last line is ignored, because a running process may still write this line. A
+    missing file has no lines. Raises CheckpointError if the file cannot be read.
+    """
+    file = run / RunFile.METRICS
+    with readable(file), suppress(FileNotFoundError, NotADirectoryError):
+        for text in read_lines(file):
+            line = read_metrics_line(text)
+            if line is not None or text.endswith("\n"):
+                yield line
+
+
+def logged_lines(run: Path, last_step: int | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the valid lines of `metrics_lines`, up to training step `last_step`."""
+    for line in metrics_lines(run):
         if line is None:
             continue
         if last_step is not None and line["step"] > last_step:
