@@ -89,7 +89,10 @@ def read_steps(path: Path, last_step: int | None = None) -> np.ndarray:
         with open_regular(path, LARGEST_STEPS_FILE) as stream:
             if np.lib.format.read_magic(stream) != (1, 0):
                 raise ValueError("is not a steps.npy: has another version of the format")
-            (counted_rows,), _, dtype = np.lib.format.read_array_header_1_0(stream)
+            try:
+                (counted_rows,), _, dtype = np.lib.format.read_array_header_1_0(stream)
+            except Exception as error:  # numpy raises many types, such as tokenize.TokenError.
+                raise ValueError(f"is not a steps.npy: {error}") from None
             if dtype != STEP_DTYPE:
                 raise ValueError(f"is not a steps.npy: has other columns than {STEP_DTYPE.names}")
             file_size = os.fstat(stream.fileno()).st_size

@@ -10,7 +10,7 @@ import torch
 from runs.one_rank import flip_bit, loop_of, write_checkpoint
 
 from diffllm import load_config
-from diffllm.checkpoint.manifest import MANIFEST, verify
+from diffllm.checkpoint.manifest import MANIFEST, faults, verify
 from diffllm.checkpoint.run_checkpoints import CheckpointConfig, find_checkpoint, newest_good
 from diffllm.checkpoint.writer import Checkpointer
 from diffllm.cli import main
@@ -120,6 +120,16 @@ def test_resume_from_run_directory_uses_newest_undamaged_checkpoint(three, capfd
         assert resume_checkpoint(load_config(["model=tiny", f"resume={path}"]), []) == three[1]
         assert "step-00000030" in capfd.readouterr().err
     assert find_checkpoint(run) == three[1]
+
+
+def test_renamed_checkpoint_directory_is_rejected(three, capfd):
+    """Checksums match, so only the content of the manifest shows the fault."""
+    renamed = three[2].rename(three[2].with_name("step-00000070"))
+    (fault,) = faults(renamed)
+    assert fault == "manifest.json has step 30, but the directory name has 70"
+    assert main(["checkpoints", f"run={renamed.parents[1]}"]) == 1
+    assert "has step 30" in capfd.readouterr().out
+    assert newest_good([*three[:2], renamed]) == three[1]
 
 
 def kept(directory: Path) -> list[int]:

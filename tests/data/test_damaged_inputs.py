@@ -1,35 +1,28 @@
-"""Foreign texts, tokenizers and tokens with random damage are read unchanged, or refused."""
+"""Foreign texts with random damage are read unchanged, or refused."""
 
 import gzip
 import json
 import os
 import re
-import shutil
 import zlib
 from collections.abc import Callable
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-import tokenizers
 import zstandard
-from damage import damaged, edited, outcome, try_all
+from hostile.damage import damaged, edited, try_all
+from hostile.files import HostileFile
 from tiers import slow_but
 
 from diffllm.core.errors import DataError, UserError
 from diffllm.data import verified
 from diffllm.data.config import DataConfig, SampleBy
-from diffllm.data.prepared import TokenData
 from diffllm.data.text.corpus import open_corpus
-from diffllm.data.token_files import open_tokens
-from diffllm.data.tokenizer import Tokenizer
 
-IMPORTED = Path(__file__).parents[1] / "data_files" / "imported"
 TEXTS = [f'{i} \u00e9\u2581 "quoted" \\ {"abc " * i}\u2028end' for i in range(12)]
 LINES = b"".join(
     json.dumps({"id": i, "text": text}).encode() + b"\n" for i, text in enumerate(TEXTS)
@@ -108,8 +101,11 @@ def test_damaged_corpus_file_returns_original_documents_or_raises_error(
 ) -> None:
     (whole, reference), file = WHOLE[name], place / "files" / name
 
+    entry = HostileFile("", name, lambda files: texts(files / name, place / "cache"))
+
     def check(content: bytes) -> None:
-        found = outcome(lambda: texts(file, place / "cache"), file, content)
+        file.write_bytes(content)
+        found = entry.outcome(file.parent, [file])
         if name == "a.parquet" and not isinstance(found, UserError):
             assert all(text is None or text.encode() is not None for text in found)
         elif not isinstance(found, UserError):
@@ -215,75 +211,3 @@ def test_truncated_compressed_corpus_file_is_refused(place: Path, form: str, flu
         if end not in ends:  # a missing last stream cannot be detected
             with pytest.raises(DataError, match=f"{file} cannot be decompressed as "):
                 texts(file, place / "cache")
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory, prepared: TokenData) -> Path:
-    """Tokenizers, prepared tokens, and tokens of other libraries, in separate directories."""
-    place = tmp_path_factory.mktemp("written")
-    shutil.copytree(prepared.directory, place / "prepared")
-    shutil.copytree(IMPORTED, place / "imported")
-    (place / "fast").mkdir()
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
-    bpe.add_special_tokens(["<end>"])
-    bpe.save(str(place / "fast" / "tokenizer.json"))
-    (place / "fast" / "tokenizer_config.json").write_text(
-        '{"eos_token": {"content": "<end>"}}', encoding="utf-8"
-    )
-    return place
-
-
-def tokenizer_facts(file: Path) -> None:
-    found = Tokenizer.from_file(file)
-    assert 0 <= found.eos_id < found.vocab_size
-    assert all(0 <= token < found.vocab_size for token in found.encode("def ab(x): \u00e9"))
-    assert found.decode(list(range(found.vocab_size))), "a piece is not text"
-    assert found.pieces_hash
-
-
-def same_tokens(directory: Path, whole: TokenData) -> None:
-    data = TokenData(directory)
-    data.check()
-    assert 0 <= data.manifest.eos_id < data.manifest.vocab_size
-    for name in ("train", "heldout"):
-        stream, expected = data.split(name), whole.split(name)
-        assert np.array_equal(stream.tokens(0, len(stream)), expected.tokens(0, len(expected))), (
-            "silently changed tokens"
-        )
-
-
-def imported_tokens(file: Path) -> None:
-    found = open_tokens(file, 400, 1)
-    tokens = found.tokens(0, len(found))
-    ends = np.array([int(found.end_of(i)) for i in range(found.documents)])
-    assert ((tokens >= 0) & (tokens < 400)).all()
-    assert ((ends >= 0) & (ends <= len(tokens))).all()
-    assert ends[-1] == len(tokens)
-
-
-READERS: dict[str, tuple[str, Callable[[Path, TokenData], None]]] = {
-    "prepared/tokenizer.model": ("", lambda file, _: tokenizer_facts(file)),
-    "fast/tokenizer.json": ("", lambda file, _: tokenizer_facts(file)),
-    "fast/tokenizer_config.json": ("tokenizer.json", lambda file, _: tokenizer_facts(file)),
-    "prepared/manifest.json": ("", lambda file, whole: same_tokens(file.parent, whole)),
-    "prepared/train-00000-00000.bin": ("", lambda file, whole: same_tokens(file.parent, whole)),
-    "imported/megatron_uint16.bin": ("", lambda file, _: imported_tokens(file)),
-    "imported/megatron_uint16.idx": ("megatron_uint16.bin", lambda f, _: imported_tokens(f)),
-    "imported/datatrove_2.ds": ("", lambda file, _: imported_tokens(file)),
-    "imported/datatrove_2.ds.index": ("datatrove_2.ds", lambda file, _: imported_tokens(file)),
-    "imported/datatrove_2.ds.metadata": ("datatrove_2.ds", lambda file, _: imported_tokens(file)),
-}
-"""By damaged file: the neighbouring file to open (empty for the file itself), and the reader."""
-
-
-@pytest.mark.fuzz
-@pytest.mark.parametrize("name", READERS)
-def test_damaged_token_data_returns_original_tokens_or_raises_error(
-    written: Path, prepared: TokenData, name: str
-) -> None:
-    (opened, read), file = READERS[name], written / name
-    whole, path = file.read_bytes(), file.with_name(opened or file.name)
-    kinds = edited(json.loads(whole)) if file.suffix == ".json" else damaged(whole)
-    check = partial(outcome, lambda: read(path, prepared), file, named=file.parent)
-    many = name in ("prepared/manifest.json", "prepared/tokenizer.model")
-    try_all(check, damaged(whole) | kinds, 200 if many else 60)

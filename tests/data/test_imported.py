@@ -241,47 +241,6 @@ def test_token_source_ignores_obsolete_field_of_older_manifest(
         assert np.array_equal(stream.tokens(0, len(stream)), expected.tokens(0, len(expected)))
 
 
-# Errors
-
-
-def cut(path: Path, by: int) -> None:
-    path.write_bytes(path.read_bytes()[:-by])
-
-
-def damaged(name: str, suffix: str, damage: Callable[[Path], Any], said: str) -> Any:
-    return pytest.param(name, suffix, damage, said, id=f"{name}-{said[:20]}")
-
-
-@pytest.mark.parametrize(
-    ("name", "suffix", "damage", "said"),
-    [
-        damaged(NAMES[0], ".bin", lambda p: cut(p, 2), "gaps or overlaps|ends at token"),
-        damaged(NAMES[0], ".bin", lambda p: cut(p, 1), "3,811 bytes, .* not 1,905 numbers of 2"),
-        damaged(NAMES[0], ".idx", lambda p: p.unlink(), "idx: unusable .No such file"),
-        damaged(NAMES[0], ".idx", lambda p: cut(p, 8), "bytes, which are not 61 numbers of 8"),
-        damaged(NAMES[0], ".idx", lambda p: p.write_bytes(b"x" * 90), "not a Megatron index"),
-        damaged(NAMES[0], ".idx", lambda p: p.write_bytes(b""), "not a Megatron index"),
-        damaged(NAMES[2], ".ds", lambda p: cut(p, 2), "ends at token 1,906, but .* has 1,905"),
-        damaged(NAMES[2], ".ds.index", lambda p: p.unlink(), "index: unusable .No such file"),
-        damaged(NAMES[2], ".ds.index", lambda p: p.write_bytes(b""), "the index has no documents"),
-        damaged(
-            NAMES[2],
-            ".ds.metadata",
-            lambda p: p.write_text("x|3", encoding="utf-8"),
-            "number of bytes per token is '3'",
-        ),
-    ],
-)
-def test_damaged_token_file_raises_error_with_path(
-    make: Make, tmp_path: Path, name: str, suffix: str, damage: Callable[[Path], Any], said: str
-) -> None:
-    path = copied(name, tmp_path / "files")
-    damage(path.with_name(Path(name).stem + suffix))
-    with pytest.raises(DataError, match=said) as raised:
-        prepare(make(path))
-    assert str(tmp_path / "files") in str(raised.value)
-
-
 def test_token_files_of_another_tokenizer_raise_data_error(tmp_path: Path) -> None:
     stream = FilesStream("train", [str(FILES / NAMES[0])], (250, EOS), 0, len(ALL))
     with pytest.raises(DataError, match=r"megatron_uint16.bin: token id 2\d\d is not in .* 250"):

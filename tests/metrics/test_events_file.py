@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from disks import small_disk
 
-from diffllm.core.errors import CheckpointError
 from diffllm.core.run_files import RunFile
 from diffllm.metrics.events import (
     BatchPlace,
@@ -189,23 +188,3 @@ def test_failed_write_removes_no_stall_of_another_process(tmp_path, monkeypatch)
     monkeypatch.undo()
     file.close()
     assert read_events(tmp_path) == [stall, SKIPPED]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"kind": "spike"}, "line 2: kind='spike' must be one of loss_spike, "),
-        ({"step": -1}, "line 2: step and tokens must be at least 0"),
-        ({"batch": replace(PLACE, samples={"a": [8]})}, r"line 2: batch.samples.a=\[8\] must be"),
-        ({"batch": replace(PLACE, samples={"a": [0, 2**40]})}, "line 2: batch.samples.a="),
-    ],
-)
-def test_damaged_event_is_refused_with_number_of_its_line(tmp_path, changes, message):
-    write(tmp_path / RunFile.EVENTS, [SKIPPED, replace(SKIPPED, **changes)])
-    with pytest.raises(CheckpointError, match=f"events.jsonl is damaged: {message}"):
-        read_events(tmp_path)
-
-
-def test_run_without_events_file_is_reported_as_run_of_older_version(tmp_path):
-    with pytest.raises(CheckpointError, match="an older version trained this run"):
-        read_events(tmp_path)

@@ -143,12 +143,6 @@ def test_error_about_invalid_study_file_mentions_the_invalid_key(tmp_path, old, 
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "\x00"])
-def test_load_study_raises_for_file_that_is_not_a_mapping(tmp_path, text):
-    with pytest.raises(ConfigError, match=r"study\.yaml(:| must| is not YAML)"):
-        load_study(written(tmp_path, text))
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

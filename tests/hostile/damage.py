@@ -1,7 +1,8 @@
-"""Damaged files drawn by Hypothesis, and the check for readers of untrusted files."""
+"""Damages of files: contents drawn by Hypothesis, exact edits, and special files."""
 
 import json
 import math
+import os
 import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diffllm.core.errors import UserError
+from diffllm.config.yaml_file import parse_yaml
 
 RAN: list[bool] = []
 """Contains an item if code of a damaged file has run."""
@@ -20,7 +21,7 @@ class Runs:
     """Appends to RAN when unpickled."""
 
     def __reduce__(self) -> Any:
-        return exec, ("import damage; damage.RAN.append(True)",)
+        return exec, ("from hostile import damage; damage.RAN.append(True)",)
 
 
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -30,7 +31,8 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
 DOCUMENTS = (
     b"", b"\n", b"\0" * 64, b"\xff\xfe{}", b"[" * 100_000, b'{"a": ' * 100_000, b"9" * 5000, b"[]",
     b"{}", b"null", b"NaN", b"1e999", b'"text"', b'{"a": "\\ud800"}', b"{]", b"a: {b", b"PAR1PAR1",
-    BOMB.encode(), b"a: !!python/object/apply:damage.RAN.append [1]\n", pickle.dumps(Runs()),
+    BOMB.encode(), b"a: !!python/object/apply:hostile.damage.RAN.append [1]\n",
+    pickle.dumps(Runs()),
 )  # fmt: skip
 """Complete files of other formats or other content."""
 VALUES = (
@@ -97,31 +99,93 @@ def try_all(
     drawn()
 
 
-def outcome(read: Callable[[], Any], file: Path, content: bytes, named: Path | None = None) -> Any:
-    """Return the result or the UserError of `read` for a file with this content.
-
-    Assert that the error names `named` (default: the file) in one line, and that `read` writes no
-    file and runs no code. Restore the file afterwards.
-    """
-    whole = file.read_bytes() if file.exists() else None
-    file.write_bytes(content)
-    try:
-        before = contents(file.parent)
-        try:
-            found = read()
-        except UserError as error:
-            found = error
-        assert contents(file.parent) == before
-    finally:
-        file.write_bytes(whole) if whole is not None else file.unlink()
-    if isinstance(found, UserError):
-        assert str(named or file) in str(found)
-        assert str(found).isprintable()
-    assert not RAN
-    return found
+def structured(file: Path) -> st.SearchStrategy[bytes] | None:
+    """Draw edits of the content of a JSON or YAML file, or of the first line of a JSONL file."""
+    whole = file.read_bytes()
+    if file.suffix == ".json":
+        return edited(json.loads(whole))
+    if file.suffix == ".yaml":
+        return edited(parse_yaml(whole.decode()))
+    if file.suffix == ".jsonl":
+        first, *lines = whole.splitlines(keepends=True)
+        return edited(json.loads(first)).map(lambda new: b"".join([new + b"\n", *lines]))
+    return None
 
 
-def contents(directory: Path) -> dict[str, bytes | None]:
-    """Map paths below a directory to contents, None for directories; skip locks and checksums."""
-    files = [path for path in directory.rglob("*") if path.suffix not in (".verified", ".lock")]
-    return {str(path): path.read_bytes() if path.is_file() else None for path in files}
+Damage = Callable[[Path], Any]
+"""Damages the file at a path."""
+
+
+def content(new: str | bytes) -> Damage:
+    new = new.encode() if isinstance(new, str) else new
+    return lambda file: file.write_bytes(new)
+
+
+def edit(change: Callable[[Any], object]) -> Damage:
+    """Return a change of the content of a JSON file, or of the last line of a JSONL file."""
+
+    def edit_file(file: Path) -> None:
+        text = file.read_text(encoding="utf-8")
+        before, last = "", text
+        if file.suffix == ".jsonl":
+            *lines, last = text.splitlines(keepends=True)
+            before = "".join(lines)
+        whole = json.loads(last)
+        change(whole)
+        file.write_text(f"{before}{json.dumps(whole)}\n", encoding="utf-8")
+
+    return edit_file
+
+
+MISSING = object()
+
+
+def put(*keys: str | int, value: Any) -> Damage:
+    """Return an `edit` of one value; MISSING removes the value."""
+
+    def change(whole: Any) -> None:
+        for key in keys[:-1]:
+            whole = whole[key]
+        whole[keys[-1]] = value
+        if value is MISSING:
+            del whole[keys[-1]]
+
+    return edit(change)
+
+
+def lines(change: Callable[[list[str]], list[str]]) -> Damage:
+    """Return a change of the lines of a text file; all lines contain their line break."""
+
+    def changed(file: Path) -> None:
+        texts = file.read_text(encoding="utf-8").splitlines(keepends=True)
+        file.write_text("".join(change(texts)), encoding="utf-8")
+
+    return changed
+
+
+def cut(count: int) -> Damage:
+    """Return a change that removes bytes at the end of a file."""
+    return lambda file: os.truncate(file, file.stat().st_size - count)
+
+
+def instead(make: Damage) -> Damage:
+    """Return a change that replaces a file by a special file."""
+
+    def replace(file: Path) -> None:
+        file.unlink()
+        make(file)
+
+    return replace
+
+
+SPECIAL: dict[str, Damage] = {
+    "missing": Path.unlink,
+    "fifo": instead(os.mkfifo),
+    "directory": instead(Path.mkdir),
+    "loop": instead(lambda file: file.symlink_to(file.name)),
+    "dangling link": instead(lambda file: file.symlink_to("/nonexistent/disk")),
+    "device": instead(lambda file: file.symlink_to("/dev/zero")),
+    "terabyte": lambda file: os.truncate(file, 2**40),
+    "unreadable": lambda file: file.chmod(0),
+}
+"""Files, directories and links that no program writes there."""
