@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from tiers import pairs
 
 from diffllm.optim import (
     OptimConfig,
@@ -14,8 +15,6 @@ from diffllm.optim import (
     update,
 )
 
-SCHEDULES = list(Schedule)
-
 
 def rates(steps, **changes):
     cfg = OptimConfig(**{"lr": 0.5, "warmup_steps": 10, "min_lr_ratio": 0.1, **changes})
@@ -23,10 +22,12 @@ def rates(steps, **changes):
     return [learning_rate(cfg, step, steps) for step in range(steps)]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(("steps", "warmup"), [(100, 10), (100, 0), (11, 10), (20, 20)])
-@pytest.mark.parametrize("ratio", [0.0, 0.1, 1.0])
-def test_learning_rate_rises_only_during_warmup(schedule, steps, warmup, ratio):
+@pytest.mark.parametrize(
+    ("schedule", "lengths", "ratio"),
+    pairs(list(Schedule), [(100, 10), (100, 0), (11, 10), (20, 20)], [0.0, 0.1, 1.0]),
+)
+def test_learning_rate_rises_only_during_warmup(schedule, lengths, ratio):
+    steps, warmup = lengths
     lrs = rates(steps, schedule=schedule, warmup_steps=warmup, min_lr_ratio=ratio)
     assert all(0 <= lr <= 0.5 + 1e-12 for lr in lrs)
     for step in range(warmup):

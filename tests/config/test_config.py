@@ -129,9 +129,7 @@ def test_variant_config_matches_attention_section_of_load_config(name):
     assert alone == composed
 
 
-def test_unset_config_keys_have_expected_default_values(
-    monkeypatch,
-):
+def test_unset_config_keys_have_expected_default_values(monkeypatch):
     monkeypatch.setenv("DIFFLLM_CACHE", "/some/cache")
     cfg = load_config(["model=tiny", "seq_len=96", "seed=5", "model.vocab_size=1000"])
     assert cfg.model.seq_len == 96

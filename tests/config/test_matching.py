@@ -15,6 +15,7 @@ from diffllm.config.matching import MODULI, match, widened
 from diffllm.core.errors import ConfigError
 from diffllm.model.attention.masks import Documents
 
+SMALL = ("tiny", "moe_mini")
 cached_variant = cache(variant_config)
 
 
@@ -29,10 +30,9 @@ def matched(model, own, target):
 
 
 def cases(*targets):
-    """Return all targets for two sizes, and the next target for each other size (slow)."""
-    fast = [(size, target) for size in ("tiny", "moe_mini") for target in targets]
-    others = [size for size in SIZES if size not in ("tiny", "moe_mini")]
-    return slow_but(fast, [*fast, *zip(others, itertools.cycle(targets))])
+    """Return all targets for two sizes, and the next target for each other size."""
+    others = [size for size in SIZES if size not in SMALL]
+    return [*itertools.product(SMALL, targets), *zip(others, itertools.cycle(targets))]
 
 
 def by_trying(model, own, target):
@@ -52,7 +52,12 @@ def by_trying(model, own, target):
     return 0, closest
 
 
-@pytest.mark.parametrize(("size", "target"), cases("diff_v2", "standard_1p5x_heads", "gated"))
+@pytest.mark.parametrize(
+    ("size", "target"),
+    slow_but(
+        [(size, "diff_v2") for size in SMALL], cases("diff_v2", "standard_1p5x_heads", "gated")
+    ),
+)
 def test_ffn_dim_for_equal_parameters_matches_exhaustive_search(size, target):
     model = shape(size)
     if not has_shape(model, target):
@@ -83,7 +88,10 @@ def test_ffn_dim_for_equal_parameters_matches_exhaustive_search(size, target):
             assert found.ffn_dim % modulus == 0
 
 
-@pytest.mark.parametrize(("size", "target"), cases("diff_v2", "standard"))
+@pytest.mark.parametrize(
+    ("size", "target"),
+    slow_but([*itertools.product(SMALL, ["diff_v2", "standard"])], cases("diff_v2", "standard")),
+)
 def test_ffn_dim_for_equal_flops_matches_exhaustive_search(size, target):
     model, start = replace(shape(size), seq_len=256), width_of(shape(size))
     wanted = flops_per_token(model, target, 256)

@@ -32,9 +32,7 @@ def with_numbers(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_read_yaml_matches_reference_parser_for_repository_yaml_files(
-    path: Path,
-) -> None:
+def test_read_yaml_matches_reference_parser_for_repository_yaml_files(path: Path) -> None:
     content, text = read_yaml(path)
     if path.parent in BY_PYYAML:
         former = with_numbers(yaml.safe_load(text))
@@ -90,9 +88,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
-def test_parse_yaml_raises_value_error_for_unsafe_or_ambiguous_yaml(
-    text: str,
-) -> None:
+def test_parse_yaml_raises_value_error_for_unsafe_or_ambiguous_yaml(text: str) -> None:
     with pytest.raises(ValueError, match=HOSTILE[text]) as caught:
         parse_yaml(f"a: {text}")
     assert len(str(caught.value)) < 300

@@ -15,6 +15,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 from sample_texts import json_lines, opened, texts
+from tiers import pairs
 
 from diffllm.core.errors import DataError
 from diffllm.data.config import DataConfig
@@ -128,15 +129,14 @@ def test_column_key_with_only_plain_text_files_raises_error_with_fix(
         assert texts(make_config(docs / tree[0], rows, **column)) == ["text", "x"]
 
 
+JSON_ENDINGS = [name for name, kind in TEXT_FORMAT_BY_SUFFIX.items() if kind == "json"]
 LEADS = (b"", BOM_UTF8, b"\n", b"\r\n", BOM_UTF8 + b" \n\n")
 
 
 @pytest.mark.fast_cases(6)
 @pytest.mark.parametrize(
-    "ending", [name for name, kind in TEXT_FORMAT_BY_SUFFIX.items() if kind == "json"]
+    ("ending", "packed", "array"), pairs(JSON_ENDINGS, ["", *COMPRESSIONS], [True, False])
 )
-@pytest.mark.parametrize("packed", ["", *COMPRESSIONS])
-@pytest.mark.parametrize("array", [True, False])
 def test_directory_reads_each_json_file_like_a_listed_file(
     tmp_path: Path, make_config: MakeConfig, ending: str, packed: str, array: bool
 ) -> None:

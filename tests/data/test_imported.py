@@ -201,9 +201,7 @@ def test_opened_stream_raises_data_error_if_token_file_index_changes(
 
 
 @pytest.mark.parametrize("ends", [[3, 1, 9], [9, 9, 9], [0, 0, 9], [2**62, 4, 9], [5, -1, 9]])
-def test_invalid_document_ends_never_cause_a_wrong_token_count(
-    ends: list[int],
-) -> None:
+def test_invalid_document_ends_never_cause_a_wrong_token_count(ends: list[int]) -> None:
     content = np.arange(9, dtype=np.int32)
     file = WithEnds(TokenFile(Path("f"), content, lambda i: np.array(ends)[i], len(ends), 90), EOS)
     for start in range(len(file)):

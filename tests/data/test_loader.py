@@ -116,9 +116,7 @@ def test_loader_resumes_at_any_step_with_any_world_size_and_micro_batch(
     assert resumed == [expected_step(consumed + step) for step in range(3)]
 
 
-def test_loader_state_does_not_count_prefetched_batches(
-    make_loader: MakeLoader,
-) -> None:
+def test_loader_state_does_not_count_prefetched_batches(make_loader: MakeLoader) -> None:
     loader = make_loader(num_workers=2, prefetch_factor=8)
     assert loader.state_dict() == {"seed": SEED, "epoch": 0, "sample": 0}
     for _ in range(3 * 4 + 2):
@@ -144,9 +142,7 @@ def test_loader_refuses_state_with_other_seed_or_corpus_size(make_loader: MakeLo
         make_loader().load_state_dict({"seed": SEED, "epoch": 2**52, "sample": 0})
 
 
-def test_loader_refuses_invalid_seq_len_or_global_batch_size(
-    make_loader: MakeLoader,
-) -> None:
+def test_loader_refuses_invalid_seq_len_or_global_batch_size(make_loader: MakeLoader) -> None:
     with pytest.raises(DataError, match=r"train split has 405 tokens, but seq_len=405 needs 406"):
         make_loader(seq_len=405)
     make_loader(seq_len=404)

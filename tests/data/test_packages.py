@@ -48,9 +48,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_config: Make
     return root
 
 
-def test_corpus_of_installed_packages_has_the_reference_hash(
-    make_config: MakeConfig,
-) -> None:
+def test_corpus_of_installed_packages_has_the_reference_hash(make_config: MakeConfig) -> None:
     corpus = opened(make_config(source="packages"))
     assert (corpus.identity, corpus.note) == (REFERENCE_SHA256, "")
     assert 90e6 < sum(part.size for part in corpus.parts) < 140e6

@@ -13,6 +13,7 @@ import pytest
 from processes import PATIENCE_S
 from runs.json_files import read_json
 from sample_texts import contents, documents_of, sample_documents
+from tiers import pairs
 
 from diffllm.cli.prepare import prepared_text
 from diffllm.core.errors import DataError
@@ -163,10 +164,10 @@ def test_one_of_several_processes_prints_changed_list_of_skipped_files(
     assert skipped_text(tmp_path).startswith("data.paths: skipped 1 entry")
 
 
-@pytest.mark.fast_cases(3)
-@pytest.mark.parametrize("trains_tokenizer", [True, False])
-@pytest.mark.parametrize("prompt_column", [None, "before"])
-@pytest.mark.parametrize("names", [("a.jsonl", "b.json", "c.md"), ("a.jsonl", "c.md")])
+@pytest.mark.parametrize(
+    ("trains_tokenizer", "prompt_column", "names"),
+    pairs([True, False], [None, "before"], [("a.jsonl", "b.json", "c.md"), ("a.jsonl", "c.md")]),
+)
 def test_prepare_returns_cached_tokens_of_older_version(
     tmp_path: Path,
     make_config: MakeConfig,

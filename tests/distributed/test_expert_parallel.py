@@ -181,9 +181,7 @@ def test_expert_parallel_training_matches_training_in_single_process(
 
 
 @pytest.mark.slow
-def test_moe_training_on_four_ranks_matches_training_on_single_rank(
-    tmp_path,
-):
+def test_moe_training_on_four_ranks_matches_training_on_single_rank(tmp_path):
     (one,) = run_ranks(trained, 1, tmp_path, OTHER_OPTIONS)
     ranks, overrides = LAYOUTS["shard2_expert2"]
     more = [*OTHER_OPTIONS, *overrides, *SPARING, "parallel.reduce=last"]

@@ -210,7 +210,7 @@ def test_training_metrics_on_two_ranks_match_single_process_reference(variant, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ["gated", "diff_v1", "diff_v2"])
 def test_compiled_training_metrics_match_single_process_reference(variant, tmp_path):
     """`fullgraph=True` raises at a graph break."""
     ranks = run_ranks(measured, 2, tmp_path, variant, ["compile=true"])

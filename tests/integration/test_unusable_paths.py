@@ -50,15 +50,18 @@ def unusable_paths(place: Path) -> dict[str, str]:
     return found
 
 
+CONFIG = load_config(["model=tiny"])
+
+
 def keys_of_text() -> Iterator[str]:
-    for key, declared, _ in leaves(load_config(["model=tiny"])):
+    for key, declared, _ in leaves(CONFIG):
         kinds = {declared, *get_args(declared)}
         if str in kinds and get_origin(declared) is not dict:
             yield key
 
 
 def is_path(key: str) -> bool:
-    return "path" in declarations(load_config(["model=tiny"]))[key].kinds
+    return "path" in declarations(CONFIG)[key].kinds
 
 
 def arguments_of(command: str) -> list["dataclasses.Field[Any]"]:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import variant_cases
+from tiers import pairs, variant_cases
 from variants import MIXTURE, SHAPES, VARIANTS, refused, small_config, small_model
 
 from diffllm import build_model
@@ -210,9 +210,10 @@ def test_decoding_step_reads_each_kv_cache_in_one_kernel_call(kernel_calls, vari
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("ragged", [False, True])
-@pytest.mark.parametrize("values", ["wide", "split"])
-@pytest.mark.parametrize("shape", [(4, 4, 8), (4, 2, 8), (8, 2, 8)])
+@pytest.mark.parametrize(
+    ("shape", "values", "ragged"),
+    pairs([(4, 4, 8), (4, 2, 8), (8, 2, 8)], ["wide", "split"], [False, True]),
+)
 def test_diff_v1_decoding_step_uses_one_kernel_call_per_attention_map(
     kernel_calls, shape, values, ragged
 ):

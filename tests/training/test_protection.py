@@ -204,9 +204,7 @@ def train_with_less_protection():
     )
 
 
-def test_bad_gradients_are_applied_if_skip_step_setting_is_too_weak(
-    tmp_path,
-):
+def test_bad_gradients_are_applied_if_skip_step_setting_is_too_weak(tmp_path):
     (((flags, spiked), (_, broken)),) = run_ranks(train_with_less_protection, 1, tmp_path)
     assert set(flags) == {0.0}
     assert not same(spiked[BAD], spiked[BAD - 1])
