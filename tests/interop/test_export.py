@@ -21,7 +21,7 @@ PYTHON = os.environ.get("TRANSFORMERS_PYTHON", sys.executable)
 """Interpreter that reads exports; `make test-transformers` sets another interpreter."""
 FOREIGN = [name for name, (architecture, _) in CASES.items() if "DiffLLM" not in architecture]
 OTHER_VERSION = pytest.mark.skipif(
-    PYTHON == sys.executable, reason="all cases contain these; run make test-transformers"
+    sys.executable == PYTHON, reason="all cases contain these; run make test-transformers"
 )
 TEXT = "def f(x):\n    return  \u2581x </s> é\U0001f600\n"
 
