@@ -27,7 +27,7 @@ TORCH_TESTS := $(addprefix tests/, model distributed plan checkpoint test_optim.
   $(addprefix training/test_, protection.py moe_training.py variants_train.py) \
   core/test_versions.py data/test_loader.py evaluation/test_maps.py metrics/test_probes.py \
   $(addprefix integration/test_, \
-    resume.py missing_ranks.py packed_runs.py moe_runs.py diverged_runs.py))
+    resume.py missing_ranks.py packed_runs.py diverged_runs.py))
 
 # Run a command and print its duration: $(call stage,NAME,COMMAND)
 stage = @start=$$(date +%s); $(2); code=$$?; \

@@ -176,12 +176,11 @@ def test_wrong_argument_of_events_is_refused(spiky, environment, tmp_path, words
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["packed", "mixture", "stage", "2 ranks"])
+@pytest.mark.parametrize(("kind", "ranks"), [("packed", 2), ("mixture", 1), ("stage", 1)])
 def test_text_of_each_skipped_update_is_text_of_the_trained_samples(
-    corpus, environment, tmp_path, kind
+    corpus, environment, tmp_path, kind, ranks
 ):
     run, other = tmp_path / "run", tmp_path / "other.jsonl"
-    ranks = 2 if kind == "2 ranks" else 1
     texts = {"corpus": texts_of(corpus), "other": [f"Other {i} and {i + 1}.\n" for i in range(400)]}
     write_texts(other, texts["other"])
     words = ["steps=6", "optim.lr=1e20", "optim.warmup_steps=0", "data.num_workers=0"]

@@ -115,19 +115,11 @@ RESULTS = {
 """Commands that print their result."""
 CASES = [
     *(("count", fault) for fault in FAULTS),
-    ("usage", "no reader"),
-    ("usage", "no terminal"),
-    ("report", "closed"),
-    ("report", "ascii"),
-    ("generate", "full"),
-    ("generate", "ascii"),
-    ("checkpoints", "no reader"),
-    ("checkpoints", "full"),
-    ("train --help", "closed"),
-    ("train --help", "no reader"),
-    ("train --cfg", "no terminal"),
-    ("train --cfg", "ascii"),
-]
+    ("usage", "no reader"), ("usage", "no terminal"), ("report", "closed"), ("report", "ascii"),
+    ("generate", "full"), ("generate", "ascii"), ("checkpoints", "no reader"),
+    ("checkpoints", "full"), ("train --help", "closed"), ("train --help", "no reader"),
+    ("train --cfg", "no terminal"), ("train --cfg", "ascii"),
+]  # fmt: skip
 """All faults of one command; for other commands, a fault that fails and a fault that does not."""
 
 

@@ -289,9 +289,7 @@ rule: {{kind: equivalence, arm: second, against: first, margin: 0.1}}
     ("override", "refused"),
     [
         ("data.documents=300", True),
-        ("data.readers=2", False),
-        ("model.attention.tile=128", False),
-        ("model.attention.temperature=2", False),
+        ("data.readers=2, model.attention.tile=128, model.attention.temperature=2", False),
     ],
 )
 def test_study_refuses_arms_that_differ_in_plugin_key_of_order(

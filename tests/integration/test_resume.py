@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 from runs.command import (
     Gate,
     assert_same_weights,
@@ -21,37 +22,57 @@ from runs.command import (
 from runs.json_files import read_json
 from tiers import slow_but
 
+from diffllm.evaluation.load import load_model
+
 STEPS, HALF = 24, 12
 INTERVALS = (
     *(f"steps={STEPS}", f"checkpoint.interval={HALF}", "eval.interval=8", "log_interval=5"),
     *("diagnostics.interval=4", "diagnostics.probe_interval=7", "train.skip_step=spike"),
 )
 HALF_WAY = f"step-{HALF:08d}"
+MODELS = {
+    "dense": (),
+    "mixture": (
+        *("model=moe_tiny", "model.vocab_size=512", "model.n_layers=3"),
+        *("model.moe.n_dense_layers=1", "model.moe.balance_loss=0.01"),
+        *("model.moe.router_z_loss=0.001", "model.moe.bias_update_rate=0.01"),
+    ),
+}
 
 
 @pytest.fixture(scope="module")
 def straight(corpus, tmp_path_factory):
 
     @cache
-    def made(ranks: int) -> Path:
-        run = tmp_path_factory.mktemp("straight") / f"{ranks}"
-        finish(corpus, run, *INTERVALS, ranks=ranks)
+    def made(ranks: int, model: str = "dense") -> Path:
+        run = tmp_path_factory.mktemp("straight") / f"{model}-{ranks}"
+        finish(corpus, run, *INTERVALS, *MODELS[model], ranks=ranks)
         return run
 
     return made
 
 
-@pytest.mark.parametrize("ranks", slow_but([1], [1, 2]))
-def test_run_killed_after_checkpoint_resumes_bit_identically(corpus, straight, tmp_path, ranks):
-    broken = tmp_path / "broken"
+@pytest.mark.parametrize(
+    ("model", "ranks"), slow_but([("dense", 1)], [("dense", 1), ("dense", 2), ("mixture", 2)])
+)
+def test_run_killed_after_checkpoint_resumes_bit_identically(
+    corpus, straight, tmp_path, model, ranks
+):
+    words, broken = (*INTERVALS, *MODELS[model]), tmp_path / "broken"
     gate = Gate(broken, HALF + 4)
-    first = start(corpus, broken, *INTERVALS, ranks=ranks)
+    first = start(corpus, broken, *words, ranks=ranks)
     first.kill_at(gate, broken / "checkpoints" / HALF_WAY)
-    output = finish(corpus, broken, *INTERVALS, ranks=ranks)
+    output = finish(corpus, broken, *words, ranks=ranks)
     assert f"resumes from step {HALF}" in output
-    assert metric_lines(broken) == metric_lines(straight(ranks))
-    assert_same_weights(straight(ranks), broken, STEPS)
-    assert_measured_when_due(straight(ranks))
+    whole = straight(ranks, model)
+    assert metric_lines(broken) == metric_lines(whole)
+    assert_same_weights(whole, broken, STEPS)
+    assert_measured_when_due(whole)
+    state, expected_state = (load_model(run)[0].router_state() for run in (broken, whole))
+    assert {name.rpartition(".")[2] for name in state} == (
+        {"bias", "load"} if model == "mixture" else set()
+    )
+    assert all(torch.equal(value, expected_state[name]) for name, value in state.items())
 
 
 def assert_measured_when_due(run: Path) -> None:

@@ -236,8 +236,6 @@ REFUSALS = [
     ("RunResumeStatus", 401, "user is not logged in", "run `wandb login`, or set WANDB_API_KEY"),
     ("UpsertBucket", 200, "permission denied", "check the project and the entity"),
     ("UpsertBucket", 404, "run p/x was previously created and deleted", "choose another project"),
-    ("UpsertBucket", 401, "unauthorized", "run `wandb login`, or set WANDB_API_KEY"),
-    ("UpsertBucket", 403, "permission denied", "check the project and the entity"),
     ("UpsertBucket", 404, "entity nobody not found", "check the project and the entity"),
     ("file_stream", 403, "no", "check the project and the entity"),
     (None, 0, "", "check the network and WANDB_BASE_URL"),

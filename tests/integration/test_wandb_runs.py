@@ -133,8 +133,8 @@ def test_resumed_run_keeps_wandb_id_of_first_start(tmp_path, corpus, monkeypatch
     assert recorded["WANDB_RUN_GROUP"] == second.run_group == "one-group"
 
 
-def sweep_words(tiny: list[str], rates: str, seeds: str) -> list[str]:
-    swept = ["attention=diff_v2", f"optim.lr={rates}", f"seed={seeds}"]
+def sweep_words(tiny: list[str], variants: str, rates: str, seeds: str) -> list[str]:
+    swept = [f"attention={variants}", f"optim.lr={rates}", f"seed={seeds}"]
     return ["-m", *tiny, "wandb.mode=offline", "run.sweep=s", *swept]
 
 
@@ -142,7 +142,7 @@ def sweep_words(tiny: list[str], rates: str, seeds: str) -> list[str]:
 def swept(tmp_path_factory, tiny, environment):
     """Return the directory of a finished sweep, outputs/s in the directory of its command."""
     place = tmp_path_factory.mktemp("swept")
-    words = sweep_words(tiny, "1e-3,3e-3", "0,1")
+    words = sweep_words(tiny, "standard,diff_v2", "1e-3,3e-3", "0,1")
     done = train(words, place, environment)
     assert done.code == 0, done.err
     return place / "outputs" / "s"
@@ -151,7 +151,9 @@ def swept(tmp_path_factory, tiny, environment):
 @pytest.mark.slow
 def test_groups_of_sweep_in_wandb_are_rows_of_report(swept):
     rows = read([swept])[0].rows
-    assert [row.label for row in rows] == ["diff_v2 lr=0.001", "diff_v2 lr=0.003"]
+    assert [row.label for row in rows] == [
+        "standard lr=0.001", "standard lr=0.003", "diff_v2 lr=0.001", "diff_v2 lr=0.003",
+    ]  # fmt: skip
     for row in rows:
         assert len(row.runs) == 2
         for run in row.runs:
@@ -184,7 +186,7 @@ def test_resumed_runs_of_extended_sweep_keep_recorded_groups(swept, tmp_path, ti
     former_id = read_json(sweep / first_steps / "run.json")["wandb_id"]
     shutil.rmtree(sweep / first_steps / "checkpoints")
     (sweep / first_steps / "saved.json").unlink()
-    words = sweep_words(tiny, "1e-3,3e-3,1e-2", "0,1")
+    words = sweep_words(tiny, "diff_v2", "1e-3,3e-3,1e-2", "0,1")
     done = train(words, tmp_path, environment)
     assert done.code == 0, done.err
     runs = [sweep / f"diff_v2-lr{lr}-seed0" for lr in ("0.001", "0.003", "0.01")]

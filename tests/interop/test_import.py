@@ -117,7 +117,14 @@ def parameters(run: Path) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **model.router_state()}
 
 
-@pytest.mark.parametrize("name", slow_but(["mixture"], CASES))
+ONE_OTHER_VALUE = {
+    "diff_v2_2x_context", "diff_v2_no_sigmoid", "gated_init_one", "standard_quarter_context",
+    "yarn_exact",
+}  # fmt: skip
+"""Cases that differ from another case only in the value of one config key."""
+
+
+@pytest.mark.parametrize("name", slow_but(["mixture"], sorted(CASES.keys() - ONE_OTHER_VALUE)))
 def test_export_then_import_keeps_parameters_bit_for_bit(make_run, tmp_path, name):
     architecture, words = CASES[name]
     run, out, back = make_run(name, *words), tmp_path / "hf", tmp_path / "back"

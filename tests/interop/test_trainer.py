@@ -17,7 +17,7 @@ TRAINED = (
     "diff_v2", "diff_v2_lambda_scalar", "diff_v1_clamped", "gated", "gated_headwise",
     "standard_sink", "standard_off_by_one", "mixture", "yarn",
 )  # fmt: skip
-"""A case of each architecture of transformers, and cases that train different code of ours."""
+"""Cases of all architectures of transformers, and of all code of the modelling file."""
 
 
 @pytest.mark.slow
