@@ -12,7 +12,7 @@ from diffllm.core.errors import CheckpointError
 
 
 @pytest.fixture
-def runs(tmp_path):
+def similar_runs(tmp_path):
     """Create runs that differ in seed, learning rate, name and directory."""
     text = config_yaml(("attention=diff_v2", "run.dir=outputs/x", "run.study=ab/deciding/v2"))
     for name in ("a", "b", "c"):
@@ -37,22 +37,24 @@ def edit(run: Path, old: str, new: str):
     (run / "config.yaml").write_text(text.replace(old, new), encoding="utf-8")
 
 
-def test_run_configs_are_parsed_once_if_only_seeds_rates_and_names_differ(runs, monkeypatch):
+def test_run_configs_are_parsed_once_if_only_seeds_rates_and_names_differ(
+    similar_runs, monkeypatch
+):
     files = []
     monkeypatch.setattr(saved, "PARSED", {})
     monkeypatch.setattr(
         saved, "parse_config", lambda file, text: files.append(file) or parse_config(file, text)
     )
-    paths = [runs / name for name in ("a", "b", "c")]
+    paths = [similar_runs / name for name in ("a", "b", "c")]
     configs = [load_run_config(path) for path in paths]
     assert len(files) == 1
     assert configs == [plainly_loaded(path) for path in paths]
     assert [cfg.seed for cfg in configs] == [97, 98, 99]
 
 
-def test_change_of_a_loaded_config_does_not_affect_the_next_load(runs):
-    load_run_config(runs / "a").model.attention.context_scale = 7.0
-    assert load_run_config(runs / "a") == plainly_loaded(runs / "a")
+def test_change_of_a_loaded_config_does_not_affect_the_next_load(similar_runs):
+    load_run_config(similar_runs / "a").model.attention.context_scale = 7.0
+    assert load_run_config(similar_runs / "a") == plainly_loaded(similar_runs / "a")
 
 
 @pytest.mark.parametrize(
@@ -72,13 +74,13 @@ def test_change_of_a_loaded_config_does_not_affect_the_next_load(runs):
         ("init_seed: 98", "init_seed: seed"),
     ],
 )
-def test_load_run_config_matches_plain_loading_if_a_config_is_edited(runs, old, new):
-    edit(runs / "b", old, new)
-    load_run_config(runs / "a")
+def test_load_run_config_matches_plain_loading_if_a_config_is_edited(similar_runs, old, new):
+    edit(similar_runs / "b", old, new)
+    load_run_config(similar_runs / "a")
     outcomes = []
     for load in (load_run_config, plainly_loaded):
         try:
-            outcomes.append(load(runs / "b"))
+            outcomes.append(load(similar_runs / "b"))
         except CheckpointError as error:
             outcomes.append(str(error))
     assert outcomes[0] == outcomes[1]

@@ -13,27 +13,27 @@ MakeStream = Callable[..., TokenStream]
 
 
 @pytest.fixture
-def stream(make_stream: MakeStream) -> TokenStream:
+def sharded_stream(make_stream: MakeStream) -> TokenStream:
     return make_stream(list(range(1000)), shard_tokens=97)
 
 
 @given(ends=st.tuples(st.integers(0, 1000), st.integers(0, 1000)))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_token_stream_range_may_span_several_shards(
-    stream: TokenStream, ends: tuple[int, int]
+    sharded_stream: TokenStream, ends: tuple[int, int]
 ) -> None:
     start, stop = sorted(ends)
-    tokens = stream.tokens(start, stop)
+    tokens = sharded_stream.tokens(start, stop)
     assert tokens.dtype == np.int64
     assert tokens.tolist() == list(range(start, stop))
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 3), (5, 4), (990, 1001)])
 def test_token_stream_refuses_range_outside_its_length(
-    stream: TokenStream, start: int, stop: int
+    sharded_stream: TokenStream, start: int, stop: int
 ) -> None:
     with pytest.raises(IndexError, match="<= 1000, the length of the stream"):
-        stream.tokens(start, stop)
+        sharded_stream.tokens(start, stop)
 
 
 @pytest.mark.parametrize(

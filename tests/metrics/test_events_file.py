@@ -27,7 +27,7 @@ PLACE = BatchPlace("9da6", 0, 0, 32, "stream", {"corpus": [48, 56]})
 SKIPPED = Event("skipped", 7, 448, value=5.5, lr=1e-3, batch=PLACE)
 
 
-def series(seed: int, steps: int = 600) -> np.ndarray:
+def noisy_series(seed: int, steps: int = 600) -> np.ndarray:
     """Return noise with planted spikes, drops, NaN and infinity, (steps,)."""
     rng = np.random.default_rng(seed)
     values = 3 + 3 * np.exp(-np.arange(steps) / 60) + rng.normal(0, 0.1, steps)
@@ -41,7 +41,7 @@ def series(seed: int, steps: int = 600) -> np.ndarray:
 def test_events_of_each_definition_equal_its_count_and_have_height_above_its_threshold(seed):
     monitor, events = SpikeMonitor(), []
     rng = np.random.default_rng(seed + 100)
-    losses, norms = series(seed), np.abs(series(seed + 10))
+    losses, norms = noisy_series(seed), np.abs(noisy_series(seed + 10))
     for step, (loss, norm) in enumerate(zip(losses.tolist(), norms.tolist(), strict=True), 1):
         skipped = bool(rng.random() < 0.02)
         spikes = monitor.update(loss, norm, skipped)
@@ -102,7 +102,7 @@ def test_heights_are_distances_in_standard_deviations_of_each_definition():
     assert monitor.update(float(high), 1.0)["spikes/loss"].height == pytest.approx(15)
 
 
-def write(path: Path, events: list[Event], last_step: int = 0) -> None:
+def append_events(path: Path, events: list[Event], last_step: int = 0) -> None:
     file = EventsFile(path, last_step)
     for event in events:
         file.write(event)
@@ -114,11 +114,11 @@ def test_resume_removes_only_events_of_repeated_steps(tmp_path, last):
     path = tmp_path / RunFile.EVENTS
     steps = [replace(SKIPPED, step=step) for step in (3, 5, 7)]
     processes = [Event("restart", 2, 64), Event("stall", 7, 448, detail="rank 1 is missing")]
-    write(path, [*steps, *processes])
+    append_events(path, [*steps, *processes])
     with open(path, "ab") as stream:
         stream.write(b'{"kind": "skipped", "st')
     assert read_events(tmp_path) == [*steps, *processes]
-    write(path, [replace(SKIPPED, step=10)], last)
+    append_events(path, [replace(SKIPPED, step=10)], last)
     expected = [event for event in steps if event.step <= last]
     assert read_events(tmp_path) == [*expected, *processes, replace(SKIPPED, step=10)]
 
@@ -161,7 +161,7 @@ def test_full_disk_damages_no_line_and_missing_events_are_written_later(tmp_path
 
 def test_values_that_are_not_finite_are_null(tmp_path):
     events = [replace(SKIPPED, value=math.nan), replace(SKIPPED, value=math.inf)]
-    write(tmp_path / RunFile.EVENTS, events)
+    append_events(tmp_path / RunFile.EVENTS, events)
     assert [event.value for event in read_events(tmp_path)] == [None, None]
 
 
