@@ -55,7 +55,7 @@ def test_wsd_learning_rate_decay_begins_after_warmup():
     assert lrs[59:] == pytest.approx([0.5 * (1 - i / 40) for i in range(41)])
 
 
-def tensors(dtype):
+def parameters_of_all_shapes(dtype):
     """Return parameters with 0 to 3 dimensions, like the parameters of models."""
     shapes = {"vector": (5,), "matrix": (4, 3), "experts": (2, 3, 4), "scalar": ()}
     return {
@@ -64,7 +64,7 @@ def tensors(dtype):
 
 
 def test_weight_decay_applies_only_to_tensors_with_two_or_more_dimensions():
-    params = tensors(torch.float32)
+    params = parameters_of_all_shapes(torch.float32)
     before = {name: param.detach().clone() for name, param in params.items()}
     optimizer = build_optimizer(params, OptimConfig(lr=0.1, weight_decay=0.5))
     for param in params.values():
@@ -79,7 +79,7 @@ def test_weight_decay_applies_only_to_tensors_with_two_or_more_dimensions():
 @pytest.mark.parametrize("clip_norm", [0, 3.0])
 def test_optimizer_steps_match_clipping_and_adamw_equations(dtype, tolerance, clip_norm):
     cfg = OptimConfig(beta1=0.8, beta2=0.95, eps=1e-6, weight_decay=0.3)
-    params = tensors(dtype)
+    params = parameters_of_all_shapes(dtype)
     theta = {name: param.detach().double() for name, param in params.items()}
     first = {name: torch.zeros_like(value) for name, value in theta.items()}
     second = {name: torch.zeros_like(value) for name, value in theta.items()}
@@ -116,7 +116,7 @@ def test_optimizer_steps_match_clipping_and_adamw_equations(dtype, tolerance, cl
 
 
 def test_optimizer_step_uses_moments_that_were_overwritten_in_place():
-    params = tensors(torch.float32)
+    params = parameters_of_all_shapes(torch.float32)
     optimizer = build_optimizer(params, OptimConfig(lr=0.1))
     state = optimizer_tensors(optimizer, params)
     expected = {f"{n}.{key}" for n in params for key in ("exp_avg", "exp_avg_sq", "step")}

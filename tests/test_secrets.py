@@ -36,7 +36,7 @@ def closed_port() -> int:
 
 
 @pytest.fixture
-def environment(tmp_path):
+def secret_environment(tmp_path):
     """Return variables with secrets, a closed proxy with a password, and closed servers."""
     proxy = f"http://user:{PASSWORD}@127.0.0.1:{closed_port()}"
     (tmp_path / "home").mkdir()
@@ -53,7 +53,7 @@ def environment(tmp_path):
 
 
 @pytest.fixture
-def words(tmp_path):
+def training_words(tmp_path):
     corpus = write_texts(tmp_path / "corpus.jsonl", documents(60))
     return [
         *("model=tiny", "model.vocab_size=512", "data=files", f"data.paths=[{corpus}]"),
@@ -83,17 +83,23 @@ def output_without_secrets(words: list[str], cwd: Path, env: Mapping[str, str], 
 
 
 @pytest.mark.slow
-def test_training_with_unreachable_wandb_server_leaks_no_secret(tmp_path, environment, words):
+def test_training_with_unreachable_wandb_server_leaks_no_secret(
+    tmp_path, secret_environment, training_words
+):
     """The message about the refused connection must not contain the key."""
-    online = train_command([*words, "wandb.mode=online", "run.name=a"])
-    assert "wandb cannot go online" in output_without_secrets(online, tmp_path, environment, 0)
+    online = train_command([*training_words, "wandb.mode=online", "run.name=a"])
+    assert "wandb cannot go online" in output_without_secrets(
+        online, tmp_path, secret_environment, 0
+    )
 
 
 @pytest.mark.slow
-def test_training_with_unreachable_hub_dataset_leaks_no_secret(tmp_path, environment, words):
-    hub = [word for word in words if not word.startswith("data")]
+def test_training_with_unreachable_hub_dataset_leaks_no_secret(
+    tmp_path, secret_environment, training_words
+):
+    hub = [word for word in training_words if not word.startswith("data")]
     hub = train_command([*hub, "data=hub", "data.dataset=nobody/nothing", "run.name=a"])
-    output = output_without_secrets(hub, tmp_path, environment, 2)
+    output = output_without_secrets(hub, tmp_path, secret_environment, 2)
     begun, waits, error = output.splitlines()
     assert begun == "run outputs/a: preparing data"
     assert waits.startswith("waiting for the hub")
@@ -101,11 +107,11 @@ def test_training_with_unreachable_hub_dataset_leaks_no_secret(tmp_path, environ
 
 
 @pytest.mark.slow
-def test_sweep_and_report_commands_leak_no_secret(tmp_path, environment, words):
-    swept = train_command(["-m", *words, "seed=0,1", "run.sweep=s", "wandb.mode=offline"])
-    output_without_secrets(swept, tmp_path, environment, 0)
+def test_sweep_and_report_commands_leak_no_secret(tmp_path, secret_environment, training_words):
+    swept = train_command(["-m", *training_words, "seed=0,1", "run.sweep=s", "wandb.mode=offline"])
+    output_without_secrets(swept, tmp_path, secret_environment, 0)
     assert len(list(tmp_path.glob("outputs/s/*/wandb/offline-run-*/*.wandb"))) == 2
-    output_without_secrets(tool_command(["report", "outputs/s"]), tmp_path, environment, 0)
+    output_without_secrets(tool_command(["report", "outputs/s"]), tmp_path, secret_environment, 0)
     assert (tmp_path / "outputs" / "s" / "report.html").is_file()
     (tmp_path / "a.wandb").write_bytes(b"\0x" + SECRETS["HF_TOKEN"].encode() + b"\xff")
     assert leaks(tmp_path) == [str(tmp_path / "a.wandb")], "leaks() must find a planted secret"
@@ -136,9 +142,9 @@ def test_override_error_omits_secret_value(word, key):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [["-m", "seed=0,1"], []])
-def test_train_command_leaks_no_secret_from_overrides(tmp_path, environment, words):
-    given = train_command([*words, f"wandb.api_key={SECRET}"])
-    output = output_without_secrets(given, tmp_path, environment, 2)
+def test_train_command_leaks_no_secret_from_overrides(tmp_path, secret_environment, training_words):
+    given = train_command([*training_words, f"wandb.api_key={SECRET}"])
+    output = output_without_secrets(given, tmp_path, secret_environment, 2)
     assert output.startswith("error: wandb.api_key: set secrets in the environment")
 
 

@@ -34,7 +34,7 @@ def checkpointer(tmp_path):
     made.close()
 
 
-def training(variant: str = "diff_v1", *overrides: str) -> Training:
+def training_of(variant: str = "diff_v1", *overrides: str) -> Training:
     cfg = load_config(
         [
             *("model=tiny", f"attention={variant}", "seq_len=8", "global_batch_size=2"),
@@ -45,14 +45,14 @@ def training(variant: str = "diff_v1", *overrides: str) -> Training:
     return build(cfg, torch.device("cpu"))
 
 
-def step(t: Training, number: int) -> torch.Tensor:
+def train_on_random_tokens(t: Training, number: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(number)
     tokens = torch.randint(0, 64, (2, 9), generator=generator)
     out = train_step(t, iter([(tokens[:, :-1], tokens[:, 1:])]), number)
     return out.nll
 
 
-def values(t: Training) -> dict[str, torch.Tensor]:
+def local_tensors(t: Training) -> dict[str, torch.Tensor]:
     return {name: local(tensor).clone() for name, tensor in t.tensors().items()}
 
 
@@ -69,7 +69,7 @@ def small() -> dict[str, torch.Tensor]:
 STATE: dict[str, Any] = {"parameters": {"w": [2, 3]}, "ranks": 1, "loop": {"step": 1}}
 
 
-def saved(checkpointer: Checkpointer, number: int = 1) -> Path:
+def saved_checkpoint(checkpointer: Checkpointer, number: int = 1) -> Path:
     checkpointer.save(number, small(), STATE)
     checkpointer.wait()
     return checkpointer.directory / f"step-{number:08d}"
@@ -77,14 +77,14 @@ def saved(checkpointer: Checkpointer, number: int = 1) -> Path:
 
 def test_resume_restores_loss_history_for_spike_detection(checkpointer):
     spike = ["train.skip_step=spike"]
-    t, state = training("diff_v2", *spike), LoopState()
+    t, state = training_of("diff_v2", *spike), LoopState()
     for i in range(130):
         values_of_step = 4 + 0.1 * (i % 3), 1 + 0.1 * (i % 2)
         state.spikes.update(*values_of_step)
         t.guard.judge(*(torch.tensor(value) for value in values_of_step))
     save(t, state, checkpointer)
     checkpointer.wait()
-    fresh = training("diff_v2", *spike)
+    fresh = training_of("diff_v2", *spike)
     resume(fresh, checkpointer.directory / "step-00000000")
     torch.testing.assert_close(fresh.guard.windows, t.guard.windows)
     assert fresh.guard.judge(torch.tensor(6.0), torch.tensor(1.0)) == 1
@@ -93,29 +93,31 @@ def test_resume_restores_loss_history_for_spike_detection(checkpointer):
 
 @pytest.mark.parametrize("variant", slow_but(["diff_v1", "diff_v2"], VARIANTS))
 def test_checkpoint_is_not_affected_by_training_steps_during_write(checkpointer, tmp_path, variant):
-    t, state = training(variant), LoopState()
+    t, state = training_of(variant), LoopState()
     for number in range(2):
-        step(t, number)
+        train_on_random_tokens(t, number)
     state.step, state.data, state.wandb_id = 2, {"seed": 0, "epoch": 0, "sample": 4}, "abc"
     state.spikes.update(3.5, 0.25)
-    at_save, rng, loop = values(t), torch.get_rng_state(), state.state_dict()
+    at_save, rng, loop = local_tensors(t), torch.get_rng_state(), state.state_dict()
     loop = json.loads(json.dumps(loop))
     save(t, state, checkpointer)
     # Training changes the tensors in place during the write.
-    after = [step(t, number) for number in (2, 3)]
+    after = [train_on_random_tokens(t, number) for number in (2, 3)]
     state.spikes.update(9.0, 9.0)
     checkpointer.wait()
-    moved = values(t)
+    moved = local_tensors(t)
     assert all(not torch.equal(moved[n], at_save[n]) for n in moved if n.endswith("wq.weight"))
 
-    fresh = training(variant, "seed=1")
+    fresh = training_of(variant, "seed=1")
     torch.manual_seed(12345)
     loaded = resume(fresh, tmp_path / "step-00000002")
-    assert_equal(values(fresh), at_save)
+    assert_equal(local_tensors(fresh), at_save)
     assert torch.equal(torch.get_rng_state(), rng)
     assert json.loads(json.dumps(loaded.state_dict())) == loop
-    assert [step(fresh, number).item() for number in (2, 3)] == [loss.item() for loss in after]
-    assert_equal(values(fresh), moved)
+    assert [train_on_random_tokens(fresh, number).item() for number in (2, 3)] == [
+        loss.item() for loss in after
+    ]
+    assert_equal(local_tensors(fresh), moved)
 
 
 def test_checkpoint_preserves_nan_and_dtype_of_tensors(checkpointer):
@@ -159,7 +161,7 @@ def gate(monkeypatch):
     made.set()
 
 
-def visible(directory: Path) -> list[str]:
+def visible_names(directory: Path) -> list[str]:
     return [path.name for path in directory.glob("*") if not path.name.startswith(".")]
 
 
@@ -167,10 +169,10 @@ def test_checkpoint_is_visible_only_when_complete(checkpointer, gate, tmp_path):
     checkpointer.save(1, small(), STATE)
     assert gate.reached.wait(60)
     assert list_checkpoints(tmp_path) == []
-    assert visible(tmp_path) == []
+    assert visible_names(tmp_path) == []
     gate.set()
     checkpointer.wait()
-    assert visible(tmp_path) == ["step-00000001"]
+    assert visible_names(tmp_path) == ["step-00000001"]
     assert list_checkpoints(tmp_path) == [tmp_path / "step-00000001"]
     assert list(tmp_path.glob(".*")) == []
 
@@ -186,8 +188,8 @@ def test_failed_checkpoint_save_leaves_no_files_in_directory(checkpointer, gate,
     )
     assert list(tmp_path.iterdir()) == []
     gate.broken = False
-    saved(checkpointer, 2)
-    assert visible(tmp_path) == ["step-00000002"]
+    saved_checkpoint(checkpointer, 2)
+    assert visible_names(tmp_path) == ["step-00000002"]
     assert capfd.readouterr().err == ""
 
 
@@ -195,7 +197,7 @@ def test_failed_final_save_raises_error_that_mentions_newest_checkpoint(
     checkpointer, gate, tmp_path
 ):
     gate.set()
-    saved(checkpointer, 1)
+    saved_checkpoint(checkpointer, 1)
     gate.broken = True
     checkpointer.save(2, small(), STATE, final=True)
     with pytest.raises(AgreedByAll) as caught:
@@ -213,9 +215,9 @@ def test_checkpoint_save_waits_for_previous_save(checkpointer, gate, tmp_path):
     assert gate.reached.wait(60)
     threading.Timer(0.2, gate.set).start()
     checkpointer.save(2, small(), STATE)
-    assert "step-00000001" in visible(tmp_path)
+    assert "step-00000001" in visible_names(tmp_path)
     checkpointer.close()
-    assert sorted(visible(tmp_path)) == ["step-00000001", "step-00000002"]
+    assert sorted(visible_names(tmp_path)) == ["step-00000001", "step-00000002"]
 
 
 def test_list_checkpoints_returns_only_complete_checkpoints_in_step_order(checkpointer, tmp_path):
@@ -239,7 +241,7 @@ def test_list_checkpoints_returns_only_complete_checkpoints_in_step_order(checkp
 def test_load_tensors_raises_error_for_missing_tensor_or_wrong_shape(
     checkpointer, name, shape, said
 ):
-    path = saved(checkpointer)
+    path = saved_checkpoint(checkpointer)
     with pytest.raises(CheckpointError, match=said):
         load_tensors(path, {name: torch.zeros(shape)})
 

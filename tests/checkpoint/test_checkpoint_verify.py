@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("gloo")
 STATE = {"parameters": {"w": [2, 3]}, "ranks": 1, "loop": {"step": 1}}
 
 
-def tensors(value: float = 1.0) -> dict[str, torch.Tensor]:
+def saved_tensors(value: float = 1.0) -> dict[str, torch.Tensor]:
     return {"model.w": torch.full((40, 50), value)}
 
 
@@ -36,12 +36,12 @@ def save_steps(directory: Path, *steps: int, start: int = 0, **cfg: object) -> N
     """Save at `steps`, like a run that starts after step `start`."""
     checkpointer = Checkpointer(directory, CheckpointConfig(**cfg), start)  # type: ignore[arg-type]
     for step in steps:
-        checkpointer.save(step, tensors(float(step)), {**STATE, "loop": loop_of(step)})
+        checkpointer.save(step, saved_tensors(float(step)), {**STATE, "loop": loop_of(step)})
     checkpointer.close()
 
 
 @pytest.fixture
-def whole(tmp_path):
+def intact_checkpoint(tmp_path):
     save_steps(tmp_path, 7)
     return tmp_path / "step-00000007"
 
@@ -57,18 +57,18 @@ DAMAGES = {
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "state.json"])
 @pytest.mark.parametrize("how", DAMAGES)
-def test_verify_reports_damaged_checkpoint_file(whole, name, how):
+def test_verify_reports_damaged_checkpoint_file(intact_checkpoint, name, how):
     damage, said = DAMAGES[how]
-    damage(whole / name)
-    (problem,) = verify(whole)
+    damage(intact_checkpoint / name)
+    (problem,) = verify(intact_checkpoint)
     assert problem.startswith(f"{name} ")
     assert said in problem
-    assert (verify(whole, checksums=False) == []) == (how == "a bit")
+    assert (verify(intact_checkpoint, checksums=False) == []) == (how == "a bit")
 
 
-def test_verify_reports_checkpoint_without_manifest(whole):
-    (whole / MANIFEST).unlink()
-    assert verify(whole) == [f"{MANIFEST} is missing"]
+def test_verify_reports_checkpoint_without_manifest(intact_checkpoint):
+    (intact_checkpoint / MANIFEST).unlink()
+    assert verify(intact_checkpoint) == [f"{MANIFEST} is missing"]
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_resume_from_run_directory_uses_newest_undamaged_checkpoint(three, capfd
     assert find_checkpoint(run) == three[1]
 
 
-def kept(directory: Path) -> list[int]:
+def checkpoint_steps(directory: Path) -> list[int]:
     return [step_of(path) for path in list_checkpoints(directory)]
 
 
@@ -137,7 +137,7 @@ def kept(directory: Path) -> list[int]:
 )
 def test_checkpoint_pruning_obeys_keep_last_and_keep_every(tmp_path, keep_last, keep_every, left):
     save_steps(tmp_path, *range(10, 100, 10), keep_last=keep_last, keep_every=keep_every)
-    assert kept(tmp_path) == left
+    assert checkpoint_steps(tmp_path) == left
 
 
 def test_new_save_renames_damaged_checkpoint_of_same_step(tmp_path, capfd):
@@ -148,7 +148,7 @@ def test_new_save_renames_damaged_checkpoint_of_same_step(tmp_path, capfd):
     capfd.readouterr()
     damaged = content(tmp_path / "step-00000030")
     save_steps(tmp_path, 25, 30, start=20, keep_last=2)
-    assert kept(tmp_path) == [25, 30, 40]
+    assert checkpoint_steps(tmp_path) == [25, 30, 40]
     assert verify(tmp_path / "step-00000030") == []
     aside = tmp_path / "damaged-step-00000030"
     assert list(content(aside).values()) == list(damaged.values())
@@ -157,7 +157,7 @@ def test_new_save_renames_damaged_checkpoint_of_same_step(tmp_path, capfd):
         "a new checkpoint needs the name\n"
     )
     save_steps(tmp_path, 40, start=30, keep_last=2)
-    assert kept(tmp_path) == [30, 40]
+    assert checkpoint_steps(tmp_path) == [30, 40]
     assert verify(tmp_path / "step-00000040") == []
 
 
@@ -189,7 +189,7 @@ def test_checkpointer_due_returns_true_once_per_interval(tmp_path, monkeypatch):
         answers.append(checkpointer.due())
     assert answers == [False, True, False, False, True]
     now[0] = 170
-    checkpointer.save(1, tensors(), STATE)
+    checkpointer.save(1, saved_tensors(), STATE)
     now[0] = 229
     assert not checkpointer.due()
     now[0] = 230
@@ -200,7 +200,9 @@ def test_checkpointer_due_returns_true_once_per_interval(tmp_path, monkeypatch):
     by_steps.close()
 
 
-def listed(run: Path, capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, list[dict]]:
+def listed_checkpoints(
+    run: Path, capfd: pytest.CaptureFixture[str], *words: str
+) -> tuple[int, list[dict]]:
     code = main(["checkpoints", f"run={run}", "--json", *words])
     return code, json.loads(capfd.readouterr().out)
 
@@ -208,7 +210,7 @@ def listed(run: Path, capfd: pytest.CaptureFixture[str], *words: str) -> tuple[i
 def test_checkpoints_command_shows_state_of_each_checkpoint(tmp_path, capfd):
     save_steps(tmp_path / "checkpoints", 10, 20, 30, keep_last=0)
     (tmp_path / "checkpoints" / ".step-00000040.incomplete").mkdir()
-    code, rows = listed(tmp_path, capfd)
+    code, rows = listed_checkpoints(tmp_path, capfd)
     assert code == 0
     assert [(row["step"], row["state"]) for row in rows] == [
         (10, "good"),
@@ -221,11 +223,11 @@ def test_checkpoints_command_shows_state_of_each_checkpoint(tmp_path, capfd):
     assert rows[0]["bytes"] == sum(file.stat().st_size for file in first.iterdir())
 
     flip_bit(tmp_path / "checkpoints" / "step-00000020" / "__0_0.distcp")
-    code, rows = listed(tmp_path, capfd)
+    code, rows = listed_checkpoints(tmp_path, capfd)
     assert code == 1
     assert [row["state"] for row in rows] == ["good", "damaged", "good", "incomplete"]
     assert rows[1]["problems"] == ["__0_0.distcp has a wrong checksum"]
-    code, rows = listed(tmp_path, capfd, "verify=false")
+    code, rows = listed_checkpoints(tmp_path, capfd, "verify=false")
     assert (code, rows[1]["state"], rows[1]["checksums"]) == (0, "good", False)
 
     assert main(["checkpoints", f"run={tmp_path}"]) == 1

@@ -39,7 +39,7 @@ def rebuilt(directory: Path, files: list[str]) -> Transformer:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def diff_v1_run(tmp_path_factory):
     """Train a run of DIFF V1, which keeps some parameters in float32."""
     path = tmp_path_factory.mktemp("run")
     with gloo_group():
@@ -85,8 +85,8 @@ def test_consolidate_merges_experts_from_two_ranks(tmp_path):
         torch.testing.assert_close(model(TOKENS), torch.tensor(logits), atol=1e-5, rtol=0)
 
 
-def test_consolidate_to_bf16_leaves_sensitive_parameters_in_float32(run, tmp_path):
-    path, _, values = run
+def test_consolidate_to_bf16_leaves_sensitive_parameters_in_float32(diff_v1_run, tmp_path):
+    path, _, values = diff_v1_run
     assert main(["consolidate", f"run={path}", f"out={tmp_path}", "dtype=bf16"]) == 0
     with torch.device("meta"):
         model = Transformer(load_run_config(path).model)
@@ -98,8 +98,8 @@ def test_consolidate_to_bf16_leaves_sensitive_parameters_in_float32(run, tmp_pat
         assert torch.equal(written[name], value if name in kept else value.bfloat16()), name
 
 
-def test_consolidate_splits_large_model_into_several_files(run, tmp_path):
-    path, logits, _ = run
+def test_consolidate_splits_large_model_into_several_files(diff_v1_run, tmp_path):
+    path, logits, _ = diff_v1_run
     assert main(["consolidate", f"run={path}", f"out={tmp_path}", "max_shard_size=10KB"]) == 0
     index = read_json(tmp_path / "model.safetensors.index.json")
     files = sorted({*index["weight_map"].values()})
@@ -122,8 +122,8 @@ def test_consolidate_splits_large_model_into_several_files(run, tmp_path):
     assert {file.name for file in tmp_path.glob("model*")} == {"model.safetensors"}
 
 
-def test_consolidate_does_not_overwrite_existing_files(run, tmp_path, capfd):
-    path, _, _ = run
+def test_consolidate_does_not_overwrite_existing_files(diff_v1_run, tmp_path, capfd):
+    path, _, _ = diff_v1_run
     for name in ("model.safetensors", "config.yaml", "tokenizer.model"):
         directory = tmp_path / name.replace(".", "-")
         directory.mkdir()
@@ -137,8 +137,8 @@ def test_consolidate_does_not_overwrite_existing_files(run, tmp_path, capfd):
         }
 
 
-def test_consolidate_leaves_no_files_after_failed_write(run, tmp_path, monkeypatch, capfd):
-    path, _, _ = run
+def test_consolidate_leaves_no_files_after_failed_write(diff_v1_run, tmp_path, monkeypatch, capfd):
+    path, _, _ = diff_v1_run
 
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -149,7 +149,7 @@ def test_consolidate_leaves_no_files_after_failed_write(run, tmp_path, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_consolidate_removes_partial_files_left_by_killed_process(run, tmp_path):
+def test_consolidate_removes_partial_files_left_by_killed_process(diff_v1_run, tmp_path):
     (tmp_path / ".model.partial" / "half").mkdir(parents=True)
-    assert main(["consolidate", f"run={run[0]}", f"out={tmp_path}"]) == 0
+    assert main(["consolidate", f"run={diff_v1_run[0]}", f"out={tmp_path}"]) == 0
     assert not list(tmp_path.glob(".*"))

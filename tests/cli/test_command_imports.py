@@ -20,7 +20,7 @@ LATER = ("sympy", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def study_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Create a directory with a study, finished runs of the study, and a checkpoint."""
     place = tmp_path_factory.mktemp("imports")
     study = study_file(place / "study.yaml", RULE)
@@ -44,10 +44,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_command_does_not_import_unneeded_heavy_libraries(
-    place: Path, words: list[str], allowed: set[str]
+    study_directory: Path, words: list[str], allowed: set[str]
 ) -> None:
     """Commands that read a config import torch, because the variant's file defines its class."""
-    assert {*HEAVY} & loaded_after(words, place, 0)[1] <= allowed
+    assert {*HEAVY} & output_and_modules(words, study_directory, 0)[1] <= allowed
 
 
 def test_help_of_commands_imports_no_heavy_libraries(tmp_path: Path) -> None:
@@ -74,17 +74,17 @@ for name in {names}:
 
 
 def test_train_command_imports_no_heavy_library_at_start_except_torch(
-    place: Path,
+    study_directory: Path,
 ) -> None:
     """The preparation fails after the first line, because all documents are equal."""
-    (place / "equal.txt").write_text("a b c\n" * 9, encoding="utf-8")
+    (study_directory / "equal.txt").write_text("a b c\n" * 9, encoding="utf-8")
     words = ["model=tiny", "data.paths=equal.txt", "data.sample_by=line", "data.cache_dir=cache"]
-    stdout, loaded = loaded_after(["train", *words, "run.name=a"], place, 2)
+    stdout, loaded = output_and_modules(["train", *words, "run.name=a"], study_directory, 2)
     assert stdout == "run outputs/a: preparing data\n"
     assert {*HEAVY, *LATER} & loaded == {"torch"}
 
 
-def loaded_after(words: list[str], place: Path, code: int) -> tuple[str, set[str]]:
+def output_and_modules(words: list[str], place: Path, code: int) -> tuple[str, set[str]]:
     """Run a command in a new process; return stdout and the names of the imported modules."""
     call = f"from diffllm.cli import main\nassert main({words}) == {code}"
     script = f"import sys\n{call}\nprint('\\n', *sys.modules, file=sys.stderr)"

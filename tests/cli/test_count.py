@@ -29,7 +29,7 @@ from diffllm.model.stats import PARAMETER_GROUPS, group_of
 FAST = ["tiny", "base_350m", "moe_mini"]
 
 
-def config(size, variant, *extra):
+def count_config(size, variant, *extra):
     return load_config([f"model={size}", f"attention={variant}", "data.vocab_size=512", *extra])
 
 
@@ -51,7 +51,7 @@ def expected_counts(m, variant, seq_len, keys=None):
 
 @cache
 def of_size(size):
-    return config(size, "standard", "seq_len=4096")
+    return count_config(size, "standard", "seq_len=4096")
 
 
 attention_of = cache(variant_config)
@@ -92,25 +92,25 @@ def test_parameter_count_of_each_size_of_diff_v1_study_equals_12_dim_squared_per
     size, billions
 ):
     """The paper's widths and layers give 12 dim^2 per layer and one embedding of 100,288 rows."""
-    cfg = config(f"dense_{size}", "standard")
+    cfg = count_config(f"dense_{size}", "standard")
     equation = 12 * cfg.model.dim**2 * cfg.model.n_layers + 100_288 * cfg.model.dim
     assert round(equation / 1e9, 3) == billions
     counts = count(cfg)
     assert round(counts["total_params"] / 1e9, 3) == billions
-    paired = count(config(f"dense_{size}", "diff_v1"))["total_params"]
+    paired = count(count_config(f"dense_{size}", "diff_v1"))["total_params"]
     assert paired - counts["total_params"] == 6 * cfg.model.head_dim * cfg.model.n_layers
 
 
 def test_moe_30a3_has_published_total_and_active_parameter_counts():
     """Qwen3-30B-A3B has 30.53B total and 3.35B active parameters, including embeddings."""
-    counts = count(config("moe_30a3", "standard"))
+    counts = count(count_config("moe_30a3", "standard"))
     assert counts["total_params"] == pytest.approx(30.53e9, abs=0.005e9)
     assert counts["active_params"] == pytest.approx(3.35e9, abs=0.005e9)
 
 
 def test_moe_parameter_count_includes_shared_experts_and_dense_layers():
     extra = ("model.moe.n_shared=2", "model.moe.n_dense_layers=1", "model.tie_embeddings=true")
-    cfg = config("moe_tiny", "diff_v2", *extra)
+    cfg = count_config("moe_tiny", "diff_v2", *extra)
     counts = count(cfg)
     counts.pop("by_group")
     assert counts == expected_counts(cfg.model, "diff_v2", cfg.seq_len)
@@ -125,10 +125,10 @@ def test_diff_v2_saves_expected_fraction_of_attention_parameters(
     size,
 ):
     """The share is H / (4H + 2K), because wo has H heads instead of 2H."""
-    cfg = config(size, "diff_v2")
+    cfg = count_config(size, "diff_v2")
     h, k = cfg.model.n_heads, cfg.model.n_kv_heads
     diff_v2 = count(cfg)
-    plain = count(config(size, "standard", "model.attention.query_heads=2.0"))
+    plain = count(count_config(size, "standard", "model.attention.query_heads=2.0"))
     lambdas = diff_v2["by_component"]["lambda/gate"]
     norms = diff_v2["by_component"]["head norms"]  # QK norms, in both models
     assert norms == plain["by_component"]["head norms"]
@@ -136,13 +136,13 @@ def test_diff_v2_saves_expected_fraction_of_attention_parameters(
     assert Fraction(saved, plain["attention_params"] - norms) == Fraction(h, 4 * h + 2 * k)
     assert diff_v2["by_component"]["wq"] == plain["by_component"]["wq"]
     if has_shape(cfg.model, "standard_1p5x_heads"):
-        wider = count(config(size, "standard_1p5x_heads"))
+        wider = count(count_config(size, "standard_1p5x_heads"))
         assert wider["attention_params"] == diff_v2["attention_params"] - lambdas
 
 
 def test_parameter_count_differences_between_variants_match_paper():
     variants = ("standard", "gated", "diff_v1", "diff_v2")
-    totals = {v: count(config("dense_1p3b", v))["total_params"] for v in variants}
+    totals = {v: count(count_config("dense_1p3b", v))["total_params"] for v in variants}
     layers, dim, heads, width = 24, 2048, 16, 128
     assert totals["diff_v1"] - totals["standard"] == layers * (4 * width + 2 * width)
     assert totals["diff_v2"] - totals["standard"] == layers * dim * (heads * width + heads)
@@ -151,7 +151,7 @@ def test_parameter_count_differences_between_variants_match_paper():
 
 @pytest.mark.parametrize("variant", slow_but(families(VARIANTS), VARIANTS))
 def test_parameter_count_matches_built_model(variant):
-    cfg = config("tiny", variant)
+    cfg = count_config("tiny", variant)
     params = dict(build_model(cfg.model).named_parameters())
     counts = count(cfg)
     assert counts["total_params"] == sum(p.numel() for p in params.values())
@@ -162,12 +162,15 @@ def test_parameter_count_matches_built_model(variant):
 @pytest.mark.parametrize("variant", families(VARIANTS))
 def test_flop_count_uses_visible_keys_from_config_if_documents_are_masked(variant):
     words = ("seq_len=4096", "data.mask_documents=true", "data.visible_keys=2.5")
-    cfg = config("tiny", variant, *words)
+    cfg = count_config("tiny", variant, *words)
     counts = count(cfg)
     del counts["by_group"]
     assert counts == expected_counts(cfg.model, variant, 4096, keys=2.5)
-    whole = count(config("tiny", variant, *words[:2]))
-    assert whole["flops_per_token"] == count(config("tiny", variant, words[0]))["flops_per_token"]
+    whole = count(count_config("tiny", variant, *words[:2]))
+    assert (
+        whole["flops_per_token"]
+        == count(count_config("tiny", variant, words[0]))["flops_per_token"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -180,7 +183,7 @@ def test_flop_count_uses_visible_keys_from_config_if_documents_are_masked(varian
     ],
 )
 def test_flop_count_without_document_mask_matches_reference(size, variant, flops):
-    assert count(config(size, variant, "seq_len=4096"))["flops_per_token"] == flops
+    assert count(count_config(size, variant, "seq_len=4096"))["flops_per_token"] == flops
 
 
 def test_count_command_shows_visible_keys_if_documents_are_masked(output_of):
@@ -193,7 +196,7 @@ def test_count_command_shows_visible_keys_if_documents_are_masked(output_of):
 def test_count_command_json_output_contains_all_counts(output_of):
     argv = ["count", "model=dense_7b", "attention=diff_v1", "seq_len=2048", "--json"]
     printed = json.loads(output_of(*argv))
-    assert printed == count(config("dense_7b", "diff_v1", "seq_len=2048"))
+    assert printed == count(count_config("dense_7b", "diff_v1", "seq_len=2048"))
 
 
 def test_count_command_json_output_describes_parameter_matching(
@@ -201,7 +204,7 @@ def test_count_command_json_output_describes_parameter_matching(
 ):
     words = ["count", "model=tiny", "attention=standard", "model.match_params_to=diff_v2"]
     counts = json.loads(output_of(*words, "--json"))
-    target = count(config("tiny", "diff_v2"))
+    target = count(count_config("tiny", "diff_v2"))
     assert counts["ffn_dim"] > target["ffn_dim"]
     difference = 100 * (counts["total_params"] / target["total_params"] - 1)
     assert counts["matched"] == {

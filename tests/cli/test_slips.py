@@ -17,7 +17,7 @@ MOE = ["model=moe_tiny", "data.paths=t.txt"]
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def slips_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Create a working directory with a text, a study file, a run and a sweep."""
     place = tmp_path_factory.mktemp("slips")
     for name in ("c04", "sweep/seed0"):
@@ -77,9 +77,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_error_for_mistyped_command_line_suggests_correction(
-    place, monkeypatch, error_of, words, fix
+    slips_directory, monkeypatch, error_of, words, fix
 ):
-    monkeypatch.chdir(place)
+    monkeypatch.chdir(slips_directory)
     line = error_of(*words)
     assert fix in line
     assert len(line) <= LONGEST

@@ -28,7 +28,7 @@ def lacking(*programs: str) -> str | None:
     return f"needs {', '.join(missing)}" if missing else None
 
 
-def overrides(corpus: Path, run: Path, *more: str) -> list[str]:
+def node_overrides(corpus: Path, run: Path, *more: str) -> list[str]:
     """Return overrides of a training with steps of some milliseconds."""
     small = ("seq_len=128", "model.n_layers=1", "log_interval=1")
     return overrides_of(corpus, run, *small, *more)

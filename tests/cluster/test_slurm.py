@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from nodes import lacking, overrides, two_nodes
+from nodes import lacking, node_overrides, two_nodes
 from runs.command import steps_logged
 from runs.json_files import read_json
 from slurm import PROGRAMS, Slurm, slurm
@@ -30,7 +30,7 @@ def submit(cluster: Slurm, *words: str) -> str:
     return cluster("sbatch", "--parsable", output, *words).strip()
 
 
-def ended(cluster: Slurm, job: str) -> bool:
+def job_ended(cluster: Slurm, job: str) -> bool:
     return cluster.job(job)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
 
 
@@ -66,10 +66,12 @@ def has_got(pid: int, number: int) -> bool:
 
 
 @pytest.mark.parametrize("how", ["preempted", "out of time"])
-def test_stopped_slurm_job_resumes_from_checkpoint_after_requeue(cluster, corpus, tmp_path, how):
+def test_stopped_slurm_job_resumes_from_checkpoint_after_requeue(
+    cluster, cluster_corpus, tmp_path, how
+):
     run = tmp_path / "run"
     last = 60
-    words = overrides(corpus, run, f"steps={last}", "global_batch_size=64")
+    words = node_overrides(cluster_corpus, run, f"steps={last}", "global_batch_size=64")
     job = submit(cluster, *TWO, "launch/slurm.sbatch", *words)
     cluster.wait_for(lambda: len(steps_logged(run)) > 5, "training")
     assert read_json(run / "run.json")["ranks"] == 2
@@ -97,7 +99,7 @@ def test_stopped_slurm_job_resumes_from_checkpoint_after_requeue(cluster, corpus
         cluster.wait_for(lambda: cluster.job(high)["JobState"] == "COMPLETED", "end of the other")
     else:
         cluster("scontrol", "update", f"JobId={job}", "TimeLimit=60")
-    cluster.wait_for(lambda: ended(cluster, job), "end")
+    cluster.wait_for(lambda: job_ended(cluster, job), "end")
     assert cluster.job(job)["JobState"] == "COMPLETED", cluster.logs()
     assert cluster.job(job)["Restarts"] == "1"
     assert steps_logged(run) == list(range(1, last + 1))
@@ -106,27 +108,27 @@ def test_stopped_slurm_job_resumes_from_checkpoint_after_requeue(cluster, corpus
     assert f"resumes from step {marker['step']}" in log
 
 
-def test_cancelled_slurm_job_is_not_requeued(cluster, corpus, tmp_path):
+def test_cancelled_slurm_job_is_not_requeued(cluster, cluster_corpus, tmp_path):
     """The tasks save and write the file `requeue`: the sender of SIGTERM is unknown to tasks."""
     run = tmp_path / "run"
-    words = overrides(corpus, run, "steps=100000")
+    words = node_overrides(cluster_corpus, run, "steps=100000")
     job = submit(cluster, *TWO, "launch/slurm.sbatch", *words)
     cluster.wait_for(lambda: len(steps_logged(run)) > 5, "training")
     cluster("scancel", job)
-    cluster.wait_for(lambda: ended(cluster, job), "end")
+    cluster.wait_for(lambda: job_ended(cluster, job), "end")
     assert cluster.job(job)["JobState"] == "CANCELLED"
     assert cluster.job(job)["Restarts"] == "0"
     assert (run / "requeue").exists()
     cluster.wait_for(lambda: not cluster("squeue", "--noheader").split(), "empty queue")
 
 
-def test_failed_slurm_job_is_not_requeued(cluster, corpus, tmp_path):
+def test_failed_slurm_job_is_not_requeued(cluster, cluster_corpus, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     (run / "requeue").write_text("{}", encoding="utf-8")  # As left by an earlier stop.
-    words = overrides(corpus, run, "steps=5", "global_batch_size=7")
+    words = node_overrides(cluster_corpus, run, "steps=5", "global_batch_size=7")
     job = submit(cluster, *TWO, "launch/slurm.sbatch", *words)
-    cluster.wait_for(lambda: ended(cluster, job), "end")
+    cluster.wait_for(lambda: job_ended(cluster, job), "end")
     assert cluster.job(job)["JobState"] == "FAILED"
     assert cluster.job(job)["Restarts"] == "0"
     log = (cluster.here / f"{job}.out").read_text(encoding="utf-8")
@@ -134,13 +136,13 @@ def test_failed_slurm_job_is_not_requeued(cluster, corpus, tmp_path):
     assert "Traceback" not in log
 
 
-def test_two_srun_tasks_join_same_training_run(cluster, corpus, tmp_path):
+def test_two_srun_tasks_join_same_training_run(cluster, cluster_corpus, tmp_path):
     """Two tasks on two nodes, and two tasks on one node."""
     runs = [tmp_path / name for name in ("apart", "together")]
     apart = ["srun", "--nodes=2", "--ntasks-per-node=1"]
-    cluster(*apart, "python", "train.py", *overrides(corpus, runs[0], "steps=8"))
+    cluster(*apart, "python", "train.py", *node_overrides(cluster_corpus, runs[0], "steps=8"))
     together = ["srun", "--nodes=1", "--ntasks=2"]
-    cluster(*together, "python", "train.py", *overrides(corpus, runs[1], "steps=8"))
+    cluster(*together, "python", "train.py", *node_overrides(cluster_corpus, runs[1], "steps=8"))
     ranks = [read_json(run / "run.json")["ranks"] for run in runs]
     assert ranks == [2, 2]
     assert steps_logged(runs[0]) == steps_logged(runs[1]) == list(range(1, 9))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from nodes import Node, lacking, overrides, two_nodes
+from nodes import Node, lacking, node_overrides, two_nodes
 from runs.command import ROOT, descendants, metrics
 from runs.json_files import read_json
 
@@ -85,7 +85,7 @@ def losses(run: Path) -> dict[int, float]:
     return {line["step"]: line["train/loss"] for line in logged if "train/loss" in line}
 
 
-def undisturbed(words: list[str], run: Path, ranks: int) -> dict[int, float]:
+def losses_on_one_machine(words: list[str], run: Path, ranks: int) -> dict[int, float]:
     """Return the losses of the same training on one machine."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone",
@@ -98,14 +98,14 @@ def undisturbed(words: list[str], run: Path, ranks: int) -> dict[int, float]:
     return losses(run)
 
 
-def test_losses_on_two_nodes_match_losses_on_single_node(nodes, corpus, tmp_path):
-    words = overrides(corpus, tmp_path / "run", "precision=fp32", "steps=12")
+def test_losses_on_two_nodes_match_losses_on_single_node(nodes, cluster_corpus, tmp_path):
+    words = node_overrides(cluster_corpus, tmp_path / "run", "precision=fp32", "steps=12")
     cluster = Cluster(nodes, 0, tmp_path / "run", words)
     cluster.start(1)
     cluster.start(0)
     cluster.finish()
     assert cluster.ranks() == 2
-    assert cluster.losses() == undisturbed(words, tmp_path / "alone", ranks=2)
+    assert cluster.losses() == losses_on_one_machine(words, tmp_path / "alone", ranks=2)
 
 
 LONG = [
@@ -126,10 +126,10 @@ LONG = [
     ],
 )
 def test_elastic_run_continues_after_failure_and_restart_of_node(
-    nodes, corpus, tmp_path, host, cut
+    nodes, cluster_corpus, tmp_path, host, cut
 ):
     """Ranks are ordered by node name; the lost node does not host the rendezvous."""
-    words = overrides(corpus, tmp_path / "run", *LONG)
+    words = node_overrides(cluster_corpus, tmp_path / "run", *LONG)
     cluster = Cluster(nodes, host, tmp_path / "run", words)
     lost = 1 - host
     for number in (0, 1):
@@ -156,7 +156,7 @@ def test_elastic_run_continues_after_failure_and_restart_of_node(
     cluster.finish()
     assert cluster.ranks() == 2
     assert list(cluster.losses()) == list(range(1, 241))
-    expected = undisturbed(words, tmp_path / "alone", ranks=1)
+    expected = losses_on_one_machine(words, tmp_path / "alone", ranks=1)
     assert cluster.losses() == pytest.approx(expected, abs=TOLERANCE)
 
 

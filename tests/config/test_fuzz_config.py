@@ -95,7 +95,7 @@ def line_of(check: Callable[[], object]) -> str | None:
     return line
 
 
-def refusal(words: list[str]) -> str | None:
+def overrides_error(words: list[str]) -> str | None:
     """Return the error for these overrides on one rank, or None for valid overrides."""
     return line_of(lambda: load_config(words).check_world(1))
 
@@ -106,8 +106,8 @@ def checked(cfg: TrainConfig, world_size: int = 1) -> None:
     cfg.check_world(world_size)
 
 
-def assert_refused(words: list[str], *named: str) -> None:
-    line = refusal(words)
+def assert_overrides_refused(words: list[str], *named: str) -> None:
+    line = overrides_error(words)
     assert line is not None, f"{words} was accepted"
     missing = [name for name in named if name not in line]
     assert not missing, f"{words} gave: {line}"
@@ -134,7 +134,7 @@ def test_override_with_value_of_wrong_type_is_refused(rng, count):
     for key in itertools.islice(itertools.cycle(keys), count):
         value = rng.choice(NOT_A_SECTION if key in ANY_TEXT else wrong_values(key))
         named = "cannot set" if key.startswith(PARTS_OF_A_RUN) else key.split(".")[-1]
-        assert_refused([*BASE, f"{key}={value}"], named)
+        assert_overrides_refused([*BASE, f"{key}={value}"], named)
 
 
 KINDS = {key: base_type(declared)[0] for key, (declared, _) in KEYS.items()}
@@ -152,7 +152,7 @@ EDGE_CASES = [(key, kind(value)) for key, kind in NUMBERS.items() for value in E
 def test_config_with_extreme_number_is_refused_or_valid(rng, count):
     """Set single numbers in a typed config; the slow tier tries every case."""
     for key, value in rng.sample(EDGE_CASES, count):
-        cfg = with_value(MIXTURE if key.startswith("model.moe.") else DENSE, key, value)
+        cfg = config_with(MIXTURE if key.startswith("model.moe.") else DENSE, key, value)
         line = line_of(functools.partial(checked, cfg))
         if line is None:
             assert_meaningful(cfg)
@@ -160,7 +160,7 @@ def test_config_with_extreme_number_is_refused_or_valid(rng, count):
             assert key.split(".")[-1] in line, f"{key}={value} gave: {line}"
 
 
-def with_value(cfg: TrainConfig, key: str, value: float) -> TrainConfig:
+def config_with(cfg: TrainConfig, key: str, value: float) -> TrainConfig:
     """Return a copy with one changed value; also change values derived from this value."""
     cfg = copy.deepcopy(cfg)
     follows = {"seq_len": "model.seq_len", "seed": "model.init_seed"}
@@ -224,7 +224,7 @@ def assert_builds(cfg: TrainConfig) -> None:
     assert 0 < model.flops_per_token() < math.inf
 
 
-def edited(rng: random.Random, name: str) -> str:
+def misspelt(rng: random.Random, name: str) -> str:
     """Return a name with one letter added or removed, or with two letters swapped."""
     letters, i = "abcdefghijklmnopqrstuvwxyz", rng.randrange(len(name))
     letter = rng.choice(letters)
@@ -236,12 +236,12 @@ def edited(rng: random.Random, name: str) -> str:
 def test_override_with_misspelt_key_is_refused(rng, count):
     for key in rng.sample(sorted(KEYS), count):
         section, _, name = key.rpartition(".")
-        wrong = ".".join(filter(None, [section, edited(rng, name)]))
+        wrong = ".".join(filter(None, [section, misspelt(rng, name)]))
         if wrong in KEYS or wrong.startswith(PARTS_OF_A_RUN) or wrong in CONFIG_GROUPS:
             continue
         prefix = rng.choice(["", "", "+", "++"])
         named = wrong.rpartition(".")[2] or "key=value"
-        assert_refused([*BASE, f"{prefix}{wrong}=1"], named)
+        assert_overrides_refused([*BASE, f"{prefix}{wrong}=1"], named)
 
 
 # Overrides that Hydra accepts and runs must refuse.
@@ -274,7 +274,7 @@ ODD = [
     ("words", "named"), slow_but(ODD[::3], ODD), ids=lambda value: str(value)[:40]
 )
 def test_unsupported_hydra_override_is_refused(words, named):
-    assert_refused([*BASE, *words], named)
+    assert_overrides_refused([*BASE, *words], named)
 
 
 def test_load_config_uses_last_override_of_a_repeated_key():
@@ -427,7 +427,7 @@ def test_error_for_config_value_beyond_bound_mentions_the_bound(key, rule, bound
     kind = base_type(KEYS[key][0])[0]
     step = {"least": -1, "above": 0, "most": 1, "below": 0}[rule]
     value = bound + step if kind is int or not step else math.nextafter(bound, math.inf * step)
-    cfg = with_value(DENSE, key, kind(value))
+    cfg = config_with(DENSE, key, kind(value))
     for check in (cfg.validate, functools.partial(checked, cfg)):
         line = line_of(check)
         assert line is not None

@@ -22,7 +22,7 @@ def shape(size):
     return load_config([f"model={size}", "attention=standard", "data.vocab_size=512"]).model
 
 
-def matched(model, own, target):
+def matched_ffn(model, own, target):
     model = replace(model, attention=cached_variant(own))
     return match(model, target, cached_variant(target))
 
@@ -52,7 +52,7 @@ def test_ffn_dim_for_equal_parameters_matches_exhaustive_search(size, target):
     model = shape(size)
     if not has_shape(model, target):
         with pytest.raises(ConfigError, match=rf"^model\.match_params_to={target}: model\.atten"):
-            matched(model, "standard", target)
+            matched_ffn(model, "standard", target)
         return
     own_variants = [variant for variant in VARIANTS if has_shape(model, variant)]
     assert len(own_variants) >= 16
@@ -62,9 +62,9 @@ def test_ffn_dim_for_equal_parameters_matches_exhaustive_search(size, target):
             assert model.moe.n_experts
             assert size != "moe_30a3"
             with pytest.raises(ConfigError, match=r"no model\.\S+ gives"):
-                matched(model, own, target)
+                matched_ffn(model, own, target)
             continue
-        found = matched(model, own, target)
+        found = matched_ffn(model, own, target)
         wanted = total_params(model, target, width_of(model))
         assert (found.target, found.target_params) == (target, wanted)
         assert found.target_ffn_dim == width_of(model)

@@ -29,7 +29,7 @@ FILES = {
 
 
 @pytest.fixture
-def mine(tmp_path, monkeypatch):
+def plugin_directory(tmp_path, monkeypatch):
     """Create importable modules; unload the modules after the test."""
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -59,12 +59,12 @@ def version(directory: Path, name: str) -> str:
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", ["own", "whole", "pack.part"])
-def test_plugin_version_changes_after_edit_of_an_imported_file(mine, name):
+def test_plugin_version_changes_after_edit_of_an_imported_file(plugin_directory, name):
     found = {}
     for file in FILES:
-        before = version(mine, name)
-        (mine / file).write_text(f"{FILES[file]}# edited\n", encoding="utf-8")
-        found[file] = version(mine, name) != before
+        before = version(plugin_directory, name)
+        (plugin_directory / file).write_text(f"{FILES[file]}# edited\n", encoding="utf-8")
+        found[file] = version(plugin_directory, name) != before
     assert [file for file in FILES if found[file]] == {
         "own": [*list(FILES)[:6]],
         "whole": ["beside.py", "deeper.py", "whole/__init__.py", "whole/unused.py"],
@@ -72,24 +72,24 @@ def test_plugin_version_changes_after_edit_of_an_imported_file(mine, name):
     }[name]
 
 
-def test_installed_plugin_version_ignores_files_outside_the_package(mine):
-    (mine / "whole-1.0.dist-info").mkdir()
-    before = version(mine, "whole")
-    (mine / "beside.py").write_text("x = 1\n", encoding="utf-8")
-    assert version(mine, "whole") == before
-    (mine / "whole" / "unused.py").write_text("x = 1\n", encoding="utf-8")
-    assert version(mine, "whole") != before
+def test_installed_plugin_version_ignores_files_outside_the_package(plugin_directory):
+    (plugin_directory / "whole-1.0.dist-info").mkdir()
+    before = version(plugin_directory, "whole")
+    (plugin_directory / "beside.py").write_text("x = 1\n", encoding="utf-8")
+    assert version(plugin_directory, "whole") == before
+    (plugin_directory / "whole" / "unused.py").write_text("x = 1\n", encoding="utf-8")
+    assert version(plugin_directory, "whole") != before
 
 
-def test_plugin_version_does_not_depend_on_path_or_other_plugins(mine, tmp_path):
-    alone = version(mine, "own")
-    forget(mine)
+def test_plugin_version_does_not_depend_on_path_or_other_plugins(plugin_directory, tmp_path):
+    alone = version(plugin_directory, "own")
+    forget(plugin_directory)
     imported("whole")  # the package imports the same module
     imported("own")
     assert plugin_versions(["own"]) == {"own": alone}
-    elsewhere = mine.rename(tmp_path.with_name("elsewhere"))
+    elsewhere = plugin_directory.rename(tmp_path.with_name("elsewhere"))
     sys.path[-1] = str(elsewhere)
-    assert version(mine, "own") == alone
+    assert version(plugin_directory, "own") == alone
     forget(elsewhere)
 
 
@@ -106,9 +106,9 @@ ODD = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_failed_plugin_import_raises_config_error(mine, name):
+def test_failed_plugin_import_raises_config_error(plugin_directory, name):
     source, said = ODD[name]
-    (mine / "odd.py").write_text(source, encoding="utf-8")
+    (plugin_directory / "odd.py").write_text(source, encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
         imported("odd")
     sys.modules.pop("odd", None)
@@ -124,61 +124,67 @@ def test_module_without_source_file_is_refused_as_plugin():
 # Runs
 
 
-def begun(path: Path, *words: str) -> RunDirectory:
+def plugin_run_directory(path: Path, *words: str) -> RunDirectory:
     directory = RunDirectory(path, load_config(["model=tiny", "run.name=a", *words]))
     directory.lock.release()
     return directory
 
 
 @pytest.fixture
-def run(mine, tmp_path, source_tokenizer) -> Path:
+def run_with_edited_plugin(plugin_directory, tmp_path, source_tokenizer) -> Path:
     """Create a run with a plugin, then edit the plugin's code."""
-    directory = begun(tmp_path / "run", "plugins=[own]")
+    directory = plugin_run_directory(tmp_path / "run", "plugins=[own]")
     directory.begin(source_tokenizer)
     directory.describe({"plugin_code": plugin_versions(["own"])})
-    (mine / "own.py").write_text("x = 1\n", encoding="utf-8")
-    forget(mine)
+    (plugin_directory / "own.py").write_text("x = 1\n", encoding="utf-8")
+    forget(plugin_directory)
     return directory.path
 
 
-def test_run_resumes_after_plugin_edit_only_if_change_is_allowed(run, source_tokenizer):
+def test_run_resumes_after_plugin_edit_only_if_change_is_allowed(
+    run_with_edited_plugin, source_tokenizer
+):
     with pytest.raises(
         ConfigError, match=r"was made with other plugin code \(plugins: own@\w+ in the run, o"
     ):
-        begun(run, "plugins=[own]").check()
-    allowed = begun(run, "plugins=[own]", "run.allow_changes=[plugins]")
+        plugin_run_directory(run_with_edited_plugin, "plugins=[own]").check()
+    allowed = plugin_run_directory(
+        run_with_edited_plugin, "plugins=[own]", "run.allow_changes=[plugins]"
+    )
     allowed.check()
     allowed.begin(source_tokenizer, 3)
-    (line,) = read_changes(run)
+    (line,) = read_changes(run_with_edited_plugin)
     assert line["changes"].keys() == {"plugins"}
 
 
-def test_run_cannot_resume_if_plugin_is_not_imported(run):
+def test_run_cannot_resume_if_plugin_is_not_imported(run_with_edited_plugin):
     plugin_code.LOADED.clear()
     with pytest.raises(
         ConfigError, match=r"plugins: own@\w+ in the run, own@not imported in this command"
     ):
-        begun(run).check()
+        plugin_run_directory(run_with_edited_plugin).check()
 
 
-def test_run_without_recorded_plugins_resumes_with_any_plugin(run):
+def test_run_without_recorded_plugins_resumes_with_any_plugin(run_with_edited_plugin):
     for facts in ("{}", '{"plugin_code": {}}'):
-        (run / "run.json").write_text(facts, encoding="utf-8")
-        begun(run, "plugins=[own]").check()
+        (run_with_edited_plugin / "run.json").write_text(facts, encoding="utf-8")
+        plugin_run_directory(run_with_edited_plugin, "plugins=[own]").check()
 
 
-def test_diverged_run_can_resume_if_plugin_change_is_allowed(run):
-    directory = begun(run, "plugins=[own]", "run.allow_changes=[plugins]")
+def test_diverged_run_can_resume_if_plugin_change_is_allowed(run_with_edited_plugin):
+    directory = plugin_run_directory(
+        run_with_edited_plugin, "plugins=[own]", "run.allow_changes=[plugins]"
+    )
     directory.finish({"steps": 3, "stopped": "skipped"})
     assert ending(directory.path, directory.cfg) is None
 
 
-def test_warning_about_changed_plugin_code_is_printed_only_once(run, capsys):
+def test_warning_about_changed_plugin_code_is_printed_only_once(run_with_edited_plugin, capsys):
     for _ in range(2):
-        warn_of_plugins(run)
+        warn_of_plugins(run_with_edited_plugin)
     assert capsys.readouterr().err == "", "the plugin is not imported, so the run does not need it"
     warn_of_plugins.cache_clear()
     imported("own")
     for _ in range(2):
-        warn_of_plugins(run)
+        warn_of_plugins(run_with_edited_plugin)
     assert capsys.readouterr().err.count("was trained with other plugin code (plugins: own@") == 1

@@ -49,13 +49,13 @@ def test_command_prints_single_error_line_if_override_sets_removed_key(word, key
 def test_removed_config_key_with_default_value_is_refused_as_override(key):
     with pytest.raises(ConfigError, match=rf"^{key} was removed; {re.escape(REAL[key].instead)}$"):
         load_config([f"{key}={json.dumps(REAL[key].default)}"])
-    run = saved(**{key.replace(".", "__"): REAL[key].default})
+    run = write_changed_config(**{key.replace(".", "__"): REAL[key].default})
     assert load_run_config(run) == load_config(["model=tiny"])
 
 
 @pytest.mark.parametrize(("before", "now"), [(True, "full"), (False, "none")])
 def test_saved_config_with_former_value_of_checkpointing_loads(before, now):
-    run = saved(activation_checkpointing=before)
+    run = write_changed_config(activation_checkpointing=before)
     assert load_run_config(run).activation_checkpointing.name == now
 
 
@@ -91,7 +91,7 @@ def test_removed_key_in_data_recipe_or_sweep_raises_config_error():
             check()
 
 
-def saved(**changes: Any) -> Path:
+def write_changed_config(**changes: Any) -> Path:
     """Write config.yaml of a run with some changed values; return the directory."""
     content = OmegaConf.to_container(
         OmegaConf.structured(load_config(["model=tiny"])), enum_to_str=True
@@ -108,17 +108,17 @@ def saved(**changes: Any) -> Path:
 
 
 def test_load_run_config_ignores_removed_keys_with_default_values(capsys):
-    run = saved(prepare__old=1, data__old=None, model__old="a", old={"inner": 2})
+    run = write_changed_config(prepare__old=1, data__old=None, model__old="a", old={"inner": 2})
     assert load_run_config(run) == load_config(["model=tiny"])
     assert capsys.readouterr() == ("", "")
 
 
 def test_load_run_config_accepts_removed_key_as_value_of_allow_changes():
-    cfg = load_run_config(saved(run__allow_changes=["data.old"]))
+    cfg = load_run_config(write_changed_config(run__allow_changes=["data.old"]))
     assert cfg.run.allow_changes == ["data.old"]
 
 
 def test_load_run_config_refuses_non_default_value_of_removed_key():
     said = "config.yaml is not a config of this version: prepare.old=2 was removed; use something"
     with pytest.raises(CheckpointError, match=re.escape(said)):
-        load_run_config(saved(prepare__old=2))
+        load_run_config(write_changed_config(prepare__old=2))

@@ -10,7 +10,7 @@ from diffllm.core.errors import CheckpointError
 
 
 @pytest.fixture
-def runs(tmp_path):
+def similar_runs(tmp_path):
     """Create runs that differ in seed, learning rate and directory."""
     text = config_yaml(("attention=diff_v2", "run.dir=outputs/x", "run.study=ab/deciding/v2"))
     for name in ("a", "b", "c"):
@@ -23,15 +23,15 @@ def runs(tmp_path):
     return tmp_path
 
 
-def test_run_configs_are_parsed_once_if_only_seeds_differ(runs, monkeypatch):
+def test_run_configs_are_parsed_once_if_only_seeds_differ(similar_runs, monkeypatch):
     read = []
     monkeypatch.setattr(
         similar, "load_run_config", lambda run: read.append(run) or load_run_config(run)
     )
     configs = SimilarConfigs()
-    found = [configs.load(runs / name) for name in ("a", "b", "c")]
+    found = [configs.load(similar_runs / name) for name in ("a", "b", "c")]
     assert len(read) == 1
-    assert found == [load_run_config(runs / name) for name in ("a", "b", "c")]
+    assert found == [load_run_config(similar_runs / name) for name in ("a", "b", "c")]
     assert [cfg.seed for cfg in found] == [97, 98, 99]
 
 
@@ -48,14 +48,14 @@ def test_run_configs_are_parsed_once_if_only_seeds_differ(runs, monkeypatch):
         ("init_seed: 98", "init_seed: seed"),
     ],
 )
-def test_similar_configs_matches_load_run_config_if_a_config_is_edited(runs, old, new):
-    edit_text(runs / "b" / "config.yaml", old, new)
+def test_similar_configs_matches_load_run_config_if_a_config_is_edited(similar_runs, old, new):
+    edit_text(similar_runs / "b" / "config.yaml", old, new)
     configs = SimilarConfigs()
-    configs.load(runs / "a")
+    configs.load(similar_runs / "a")
     outcomes = []
     for load in (configs.load, load_run_config):
         try:
-            outcomes.append(load(runs / "b"))
+            outcomes.append(load(similar_runs / "b"))
         except CheckpointError as error:
             outcomes.append(str(error))
     assert outcomes[0] == outcomes[1]

@@ -30,7 +30,7 @@ ME = f"process {os.getpid()} on {socket.gethostname()}"
 
 
 @pytest.fixture
-def order(monkeypatch):
+def call_order(monkeypatch):
     """Record file names at each fsync, and "renamed" at each rename, in the order of the calls."""
     events, sync = [], os.fsync
 
@@ -47,10 +47,10 @@ def order(monkeypatch):
     return events
 
 
-def test_replace_file_syncs_file_before_rename(tmp_path, order):
+def test_replace_file_syncs_file_before_rename(tmp_path, call_order):
     """Without these syncs, a power failure may leave an empty file under the new name."""
     replace_file(tmp_path / "summary.json", "{}")
-    assert order == [f".summary.json.{os.getpid()}", "renamed", tmp_path.name]
+    assert call_order == [f".summary.json.{os.getpid()}", "renamed", tmp_path.name]
     assert (tmp_path / "summary.json").read_text(encoding="utf-8") == "{}"
 
 
@@ -80,7 +80,7 @@ def test_replace_file_and_open_to_append_refuse_pipes_and_directories(tmp_path):
     assert not (tmp_path / "elsewhere").exists()
 
 
-def names(directory):
+def sorted_names(directory):
     return sorted(path.name for path in directory.iterdir())
 
 
@@ -98,13 +98,15 @@ def test_scratch_directory_of_killed_process_is_removed_by_next_process(tmp_path
     process = forked(die_in_scratch_directory, (final,))
     process.start()
     process.join()
-    assert len(names(tmp_path)) == 3, "the scratch directory, its lock, and a directory of a user"
+    assert len(sorted_names(tmp_path)) == 3, (
+        "the scratch directory, its lock, and a directory of a user"
+    )
     with scratch_directory(final) as scratch:
-        assert names(scratch) == []
+        assert sorted_names(scratch) == []
         (scratch / "whole").write_text("", encoding="utf-8")
         publish(scratch, final)
-    assert names(tmp_path) == sorted([name, other.name])
-    assert names(final) == ["whole"]
+    assert sorted_names(tmp_path) == sorted([name, other.name])
+    assert sorted_names(final) == ["whole"]
 
 
 def test_scratch_directory_raises_in_use_error_if_path_is_in_use(tmp_path):
@@ -112,26 +114,26 @@ def test_scratch_directory_raises_in_use_error_if_path_is_in_use(tmp_path):
         with pytest.raises(InUseError, match=f"out is being written by {ME}"):
             scratch_directory(tmp_path / "out").__enter__()
         assert scratch.is_dir()
-    assert names(tmp_path) == []
+    assert sorted_names(tmp_path) == []
 
 
 def test_scratch_directory_does_not_change_target_of_existing_link(tmp_path):
     (tmp_path / "mine" / "data").mkdir(parents=True)
     (tmp_path / ".out.partial").symlink_to(tmp_path / "mine")
     with scratch_directory(tmp_path / "out") as scratch:
-        assert names(scratch) == []
-    assert names(tmp_path) == ["mine"]
-    assert names(tmp_path / "mine") == ["data"]
+        assert sorted_names(scratch) == []
+    assert sorted_names(tmp_path) == ["mine"]
+    assert sorted_names(tmp_path / "mine") == ["data"]
 
 
 @pytest.mark.parametrize("files_synced", [False, True])
-def test_publish_calls_sync_and_rename_in_crash_safe_order(tmp_path, order, files_synced):
+def test_publish_calls_sync_and_rename_in_crash_safe_order(tmp_path, call_order, files_synced):
     (tmp_path / "hidden" / "inner").mkdir(parents=True)
     (tmp_path / "hidden" / "inner" / "file").write_text("", encoding="utf-8")
     publish(tmp_path / "hidden", tmp_path / "final", files_synced)
     content = [] if files_synced else ["inner", "file"]
-    assert order == [*content, "hidden", "renamed", tmp_path.name]
-    assert names(tmp_path) == ["final"]
+    assert call_order == [*content, "hidden", "renamed", tmp_path.name]
+    assert sorted_names(tmp_path) == ["final"]
 
 
 def test_publish_or_new_directory_raises_error_if_path_exists(tmp_path):
@@ -141,7 +143,7 @@ def test_publish_or_new_directory_raises_error_if_path_exists(tmp_path):
         publish(tmp_path / "hidden", tmp_path / "final")
     with pytest.raises(FileExistsError), new_directory(tmp_path / "final"):
         pass
-    assert names(tmp_path) == ["final", "hidden"]
+    assert sorted_names(tmp_path) == ["final", "hidden"]
     assert (tmp_path / "final").is_symlink()
 
 
@@ -149,12 +151,12 @@ def test_new_directory_creates_final_path_only_after_success(tmp_path):
     final = tmp_path / "parent" / "final"
     with pytest.raises(FileNotFoundError), new_directory(final) as scratch:
         (scratch / "half").rename(scratch / "missing" / "half")
-    assert names(final.parent) == []
+    assert sorted_names(final.parent) == []
     with new_directory(final) as scratch:
         (scratch / "whole").write_text("", encoding="utf-8")
         assert not final.exists()
-    assert names(final.parent) == ["final"]
-    assert names(final) == ["whole"]
+    assert sorted_names(final.parent) == ["final"]
+    assert sorted_names(final) == ["whole"]
 
 
 def write_new(final: Path) -> str:
@@ -170,7 +172,7 @@ def test_one_of_eight_concurrent_processes_creates_new_directory(tmp_path):
     results = call_together(write_new, 8, tmp_path / "out")
     (writer,) = (text for text in results if text.isdecimal())
     assert (tmp_path / "out" / "writer").read_text(encoding="utf-8") == writer
-    assert names(tmp_path) == ["out"]
+    assert sorted_names(tmp_path) == ["out"]
 
 
 WORDS = ("run directory", "run.dir=...")
@@ -181,7 +183,7 @@ def test_eight_concurrent_processes_reserve_different_directories(tmp_path):
     found = call_together(reserve, 8, path, *WORDS)
     expected = ["run", *(f"run-{number}" for number in range(2, 9))]
     assert sorted(directory.name for directory, _ in found) == expected
-    assert names(path.parent) == expected
+    assert sorted_names(path.parent) == expected
 
 
 def reserve_and_take_back(path: Path) -> None:

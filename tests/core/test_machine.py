@@ -9,7 +9,7 @@ V1 = "9:memory:/box\n1:cpu,cpuacct:/box/job\n0::/\n"
 V2 = "0::/box/job\n"
 
 
-def written(root, files):
+def write_files(root, files):
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -40,7 +40,7 @@ def version_1(directory, quota, period=100_000):
     ],
 )  # fmt: skip
 def test_cpu_quota_is_smallest_quota_of_all_groups_of_process(tmp_path, files, expected):
-    assert cpu_quota(written(tmp_path, files)) == expected
+    assert cpu_quota(write_files(tmp_path, files)) == expected
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_hyperthreads_share_a_core_and_quota_limits_both_counts(
     place = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
     files = {place.format(cpu): f"{text}\n" for cpu, text in siblings.items()}
     files |= {"proc/self/cgroup": V2, "sys/fs/cgroup/box/job/cpu.max": f"{quota} 100000\n"}
-    root = written(tmp_path, files)
+    root = write_files(tmp_path, files)
     assert usable_cores(root) == cores
     assert usable_cpus(root) == cpus
 

@@ -30,7 +30,7 @@ def lengths_of(documents: int, seed: int = 0) -> list[int]:
     return (1 + np.random.default_rng(seed).pareto(1.2, documents) * 8).astype(int).tolist()
 
 
-def tokens_of(lengths: list[int]) -> list[int]:
+def distinct_tokens(lengths: list[int]) -> list[int]:
     """Return documents of these lengths; tokens are distinct, except EOS at the ends."""
     tokens = np.arange(1, sum(lengths) + 1)
     tokens[np.cumsum(lengths) - 1] = EOS
@@ -38,33 +38,33 @@ def tokens_of(lengths: list[int]) -> list[int]:
 
 
 @pytest.fixture
-def stream(make_stream: MakeStream) -> TokenStream:
+def stream_of_documents(make_stream: MakeStream) -> TokenStream:
     """300 documents, in shards of 97 tokens."""
-    return make_stream(tokens_of(lengths_of(300)), vocab_size=2**20)
+    return make_stream(distinct_tokens(lengths_of(300)), vocab_size=2**20)
 
 
 def test_heldout_documents_selects_all_documents_if_no_limit_is_set(
-    stream: TokenStream,
+    stream_of_documents: TokenStream,
 ) -> None:
     lengths = lengths_of(300)
     assert max(lengths) > 97 > 1 in lengths
-    for tokens in (None, len(stream), 1e12):
-        found = heldout_documents(stream, EOS, tokens)
+    for tokens in (None, len(stream_of_documents), 1e12):
+        found = heldout_documents(stream_of_documents, EOS, tokens)
         assert found.lengths.tolist() == lengths
         assert found.starts.tolist() == np.cumsum([0, *lengths[:-1]]).tolist()
-        assert heldout_tokens(stream, EOS, tokens) == len(stream)
+        assert heldout_tokens(stream_of_documents, EOS, tokens) == len(stream_of_documents)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("tokens", [None, 200])
 def test_heldout_document_batches_contain_each_token_once_as_target(
-    stream: TokenStream, world_size: int, tokens: int | None
+    stream_of_documents: TokenStream, world_size: int, tokens: int | None
 ) -> None:
-    chosen = heldout_documents(stream, EOS, tokens)
+    chosen = heldout_documents(stream_of_documents, EOS, tokens)
     pairs = [
         (i, token)
         for i, (start, length) in enumerate(zip(chosen.starts, chosen.lengths, strict=True))
-        for token in stream.tokens(start, start + length).tolist()
+        for token in stream_of_documents.tokens(start, start + length).tolist()
     ]
     before = dict(zip(range(len(pairs)), [EOS, *(token for _, token in pairs)], strict=False))
     shape = (2, 32)
@@ -82,10 +82,10 @@ def test_heldout_document_batches_contain_each_token_once_as_target(
 
 
 def test_short_heldout_documents_are_never_cut_if_whole_is_true(
-    stream: TokenStream,
+    stream_of_documents: TokenStream,
 ) -> None:
-    chosen = heldout_documents(stream, EOS, whole=True)
-    cut = heldout_documents(stream, EOS)
+    chosen = heldout_documents(stream_of_documents, EOS, whole=True)
+    cut = heldout_documents(stream_of_documents, EOS)
     rows = [torch.cat(parts) for parts in zip(*chosen.batches(32, 2), strict=True)]
     inputs, targets, owners = rows
     held = targets >= 0
@@ -108,7 +108,7 @@ def test_short_heldout_documents_are_never_cut_if_whole_is_true(
 def test_heldout_sample_with_whole_documents_cuts_no_short_document(
     make_stream: MakeStream,
 ) -> None:
-    stream = make_stream(tokens_of([9] * 100), vocab_size=2**20)
+    stream = make_stream(distinct_tokens([9] * 100), vocab_size=2**20)
     sample = HeldoutSample(stream, 10, 40, EOS, whole=True)
     for rank in range(2):
         for inputs, targets in sample.batches(3, rank, 2):
@@ -121,22 +121,22 @@ def test_heldout_sample_with_whole_documents_cuts_no_short_document(
 
 @pytest.mark.parametrize("numbers", ["documents", "tokens"])
 def test_larger_heldout_selection_contains_every_smaller_selection(
-    stream: TokenStream, numbers: str
+    stream_of_documents: TokenStream, numbers: str
 ) -> None:
-    every = heldout_documents(stream, EOS)
+    every = heldout_documents(stream_of_documents, EOS)
     whole = dict(zip(every.starts.tolist(), every.lengths.tolist(), strict=True))
     smaller: dict[int, int] = {}
-    for n in (1, 7, 50, 150, len(every), len(stream) - 1):
+    for n in (1, 7, 50, 150, len(every), len(stream_of_documents) - 1):
         if numbers == "documents":
-            chosen = heldout_documents(stream, EOS, most=n)
+            chosen = heldout_documents(stream_of_documents, EOS, most=n)
             tokens = int(chosen.lengths.sum())
             assert len(chosen) == min(n, len(every))
-            assert len(heldout_documents(stream, EOS, 50, most=n)) <= n
+            assert len(heldout_documents(stream_of_documents, EOS, 50, most=n)) <= n
         else:
-            chosen, tokens = heldout_documents(stream, EOS, n), n
-            assert n <= sum(chosen.lengths) == heldout_tokens(stream, EOS, n)
+            chosen, tokens = heldout_documents(stream_of_documents, EOS, n), n
+            assert n <= sum(chosen.lengths) == heldout_tokens(stream_of_documents, EOS, n)
             assert sum(chosen.lengths) < n + max(chosen.lengths)
-        again = heldout_documents(stream, EOS, tokens)
+        again = heldout_documents(stream_of_documents, EOS, tokens)
         assert again.starts.tolist() == chosen.starts.tolist()
         found = dict(zip(chosen.starts.tolist(), chosen.lengths.tolist(), strict=True))
         assert len(found) == len(chosen)
@@ -148,7 +148,7 @@ def test_heldout_selection_does_not_depend_on_document_position_or_length(
     make_stream: MakeStream,
 ) -> None:
     lengths = lengths_of(4000, seed=1)
-    stream = make_stream(tokens_of(lengths), vocab_size=2**20, shard_tokens=2**20)
+    stream = make_stream(distinct_tokens(lengths), vocab_size=2**20, shard_tokens=2**20)
     chosen = heldout_documents(stream, EOS, len(stream) / 10)
     parts = np.histogram(chosen.starts, bins=8, range=(0, len(stream)))[0]
     assert parts.min() > 0.5 * len(chosen) / 8

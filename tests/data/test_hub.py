@@ -38,7 +38,7 @@ print(prepare(DataConfig(
 """
 
 
-def environment(address: str, directory: Path) -> dict[str, str]:
+def hub_environment(address: str, directory: Path) -> dict[str, str]:
     """Return the environment of a process that uses this address as the hub."""
     online = {"HF_HUB_OFFLINE": "0", "HF_DATASETS_OFFLINE": "0"}
     return {**os.environ, **online, "HF_ENDPOINT": address, "HF_HOME": str(directory / "home")}
@@ -65,7 +65,7 @@ def serve(tmp_path: Path, repository: Path) -> Iterator[Callable[..., dict[str, 
         servers.append(subprocess.Popen(words, stdout=subprocess.PIPE, encoding="utf-8"))
         assert servers[-1].stdout is not None
         address = f"http://127.0.0.1:{int(servers[-1].stdout.readline())}"
-        return environment(address, tmp_path)
+        return hub_environment(address, tmp_path)
 
     yield start
     for server in servers:
@@ -146,7 +146,7 @@ def test_preparation_prints_dataset_name_while_waiting_for_the_hub(tmp_path: Pat
         hangs.bind(("127.0.0.1", 0))
         hangs.listen(50)
         address = f"http://127.0.0.1:{hangs.getsockname()[1]}"
-        env = environment(address, tmp_path)
+        env = hub_environment(address, tmp_path)
         for revision, what in (("", "commit"), (SHA, "list of files")):
             words = [sys.executable, "-c", PREPARE, str(tmp_path / "cache"), NAME, revision]
             waits(words, env, f"waiting for the hub's {what} of {NAME}")

@@ -29,7 +29,7 @@ Make = Callable[..., DataConfig]
 
 
 @pytest.fixture
-def make(prepared: TokenData, tmp_path: Path) -> Make:
+def make_token_config(prepared: TokenData, tmp_path: Path) -> Make:
     """Make configs for token files, with a tokenizer of 400 pieces; piece 1 is the EOS."""
 
     def config(*paths: Path, **changes: Any) -> DataConfig:
@@ -46,7 +46,7 @@ def make(prepared: TokenData, tmp_path: Path) -> Make:
     return config
 
 
-def copied(name: str, directory: Path) -> Path:
+def copied_file(name: str, directory: Path) -> Path:
     """Copy a token file and its index to a new directory."""
     directory.mkdir(exist_ok=True)
     for path in FILES.glob(f"{Path(name).stem}.*"):
@@ -83,9 +83,9 @@ def test_token_file_without_eos_gets_an_eos_after_every_document(
 
 @pytest.mark.parametrize("names", [NAMES[:1], NAMES])
 def test_prepare_uses_last_documents_of_token_files_as_heldout_split(
-    make: Make, names: list[str]
+    make_token_config: Make, names: list[str]
 ) -> None:
-    data = prepare(make(*(FILES / name for name in names)))
+    data = prepare(make_token_config(*(FILES / name for name in names)))
     assert isinstance(data, ImportedData)
     train, heldout = data.split("train"), data.split("heldout")
     whole = np.tile(ALL, len(names))
@@ -104,15 +104,15 @@ def test_prepare_uses_last_documents_of_token_files_as_heldout_split(
 
 
 def test_corpus_identity_does_not_change_if_token_files_are_moved(
-    make: Make, tmp_path: Path
+    make_token_config: Make, tmp_path: Path
 ) -> None:
-    first = prepare(make(FILES / NAMES[0]))
-    moved = copied(NAMES[0], tmp_path / "moved")
-    second = prepare(make(moved))
+    first = prepare(make_token_config(FILES / NAMES[0]))
+    moved = copied_file(NAMES[0], tmp_path / "moved")
+    second = prepare(make_token_config(moved))
     assert second.directory == first.directory
     assert second.paths == (str(moved),)
     (tmp_path / "moved" / "README.md").write_text("Tokens.", encoding="utf-8")
-    assert prepare(make(tmp_path / "moved")) == second
+    assert prepare(make_token_config(tmp_path / "moved")) == second
     reason = "not a .bin or .ds file"
     listing = second.directory / "skipped.txt"
     assert listing.read_text(encoding="utf-8") == f"{tmp_path / 'moved' / 'README.md'}: {reason}\n"
@@ -134,7 +134,7 @@ def write_index(path: Path, lengths: np.ndarray) -> None:
 @pytest.mark.parametrize("name", ["t.bin", "t.ds"])
 @pytest.mark.parametrize("ended", [True, False])
 def test_document_count_equals_eos_count_if_some_documents_are_empty(
-    make: Make, tmp_path: Path, name: str, ended: bool
+    make_token_config: Make, tmp_path: Path, name: str, ended: bool
 ) -> None:
     lengths = np.tile([3, 5, 0, 2, 4, 0, 0], 30)
     tokens = [7] * lengths.sum()
@@ -142,7 +142,7 @@ def test_document_count_equals_eos_count_if_some_documents_are_empty(
         tokens[end - 1] = EOS if ended else 7
     np.array(tokens, "<u2").tofile(tmp_path / name)
     write_index(tmp_path / name, lengths)
-    data = prepare(make(tmp_path / name))
+    data = prepare(make_token_config(tmp_path / name))
     for split, counts in data.manifest.splits.items():
         stream = data.split(split)
         assert counts.documents == (stream.tokens(0, len(stream)) == EOS).sum() > 0
@@ -151,28 +151,30 @@ def test_document_count_equals_eos_count_if_some_documents_are_empty(
     assert sum(counts.documents for counts in data.manifest.splits.values()) == expected
 
 
-def test_empty_document_in_megatron_index_becomes_a_single_eos(make: Make, tmp_path: Path) -> None:
+def test_empty_document_in_megatron_index_becomes_a_single_eos(
+    make_token_config: Make, tmp_path: Path
+) -> None:
     lengths = np.full(30, 4, "<i4")
     places, firsts = 8 * np.arange(30), [0, 0, *range(31)]  # the first two contain no sequence
     head = MEGATRON_HEADER.pack(MAGIC, 1, 8, 30, len(firsts))
     index = head + lengths.tobytes() + np.append(places, firsts).astype("<i8").tobytes()
     (tmp_path / "t.idx").write_bytes(index)
     np.full(120, 7, "<u2").tofile(tmp_path / "t.bin")
-    train = prepare(make(tmp_path / "t.bin")).split("train")
+    train = prepare(make_token_config(tmp_path / "t.bin")).split("train")
     expected = np.append([EOS, EOS], np.tile([7, 7, 7, 7, EOS], 30))
     assert np.array_equal(train.tokens(0, len(train)), expected[: len(train)])
 
 
 @pytest.mark.parametrize("name", ["t.bin", "t.ds"])
 def test_document_counts_match_index_if_documents_contain_several_eos(
-    make: Make, tmp_path: Path, name: str
+    make_token_config: Make, tmp_path: Path, name: str
 ) -> None:
     (tmp_path / "several").mkdir()
     paths = [tmp_path / name, tmp_path / "several" / name]
     for path, document in zip(paths, ([7, EOS], [7, EOS] * 5), strict=True):
         np.array(document * 20, "<u2").tofile(path)
         write_index(path, np.full(20, len(document)))
-    data = prepare(make(*paths, heldout_fraction=0.52))
+    data = prepare(make_token_config(*paths, heldout_fraction=0.52))
     counts = {split: counts.documents for split, counts in data.manifest.splits.items()}
     # 116 tokens: 20 documents of the first file, 7 documents of 10 tokens, and a part of the next.
     assert len(data.split("train")) == 116
@@ -181,23 +183,23 @@ def test_document_counts_match_index_if_documents_contain_several_eos(
 
 @pytest.mark.parametrize("name", ["t.bin", "t.ds"])
 def test_opened_stream_raises_data_error_if_token_file_index_changes(
-    make: Make, tmp_path: Path, name: str
+    make_token_config: Make, tmp_path: Path, name: str
 ) -> None:
     lengths, path = np.arange(20, 60), tmp_path / name
     np.full(lengths.sum(), 7, "<u2").tofile(path)
     write_index(path, lengths)
-    before = prepare(make(path))
+    before = prepare(make_token_config(path))
     train = before.split("train")
     edited = np.concatenate([lengths[:10], lengths[20:9:-1], lengths[21:]])
     write_index(path, edited)
     for read in (lambda: before.split("heldout"), lambda: train.tokens(0, len(train))):
         with pytest.raises(DataError, match=r"was changed while|changed after it was opened"):
             read()
-    after = prepare(make(path))
+    after = prepare(make_token_config(path))
     assert after.manifest.corpus != before.manifest.corpus
     assert after.directory != before.directory
     write_index(path, lengths)
-    assert prepare(make(path)).manifest == before.manifest
+    assert prepare(make_token_config(path)).manifest == before.manifest
 
 
 @pytest.mark.parametrize("ends", [[3, 1, 9], [9, 9, 9], [0, 0, 9], [2**62, 4, 9], [5, -1, 9]])
@@ -212,29 +214,29 @@ def test_invalid_document_ends_never_cause_a_wrong_token_count(
 
 
 def test_token_source_reads_diffllm_shards_in_original_directory(
-    make: Make, prepared: TokenData
+    make_token_config: Make, prepared: TokenData
 ) -> None:
-    data = prepare(make(prepared.directory, tokenizer=None))
+    data = prepare(make_token_config(prepared.directory, tokenizer=None))
     assert type(data) is TokenData
     assert data.directory == prepared.directory.absolute()
 
 
 def test_eos_token_of_config_must_be_the_eos_of_token_shards(
-    make: Make, prepared: TokenData
+    make_token_config: Make, prepared: TokenData
 ) -> None:
-    same = prepare(make(prepared.directory, eos_token="</s>"))
+    same = prepare(make_token_config(prepared.directory, eos_token="</s>"))
     assert same.directory == prepared.directory
     with pytest.raises(DataError, match=r"data.eos_token=<s> cannot change the EOS '</s>' of the"):
-        prepare(make(prepared.directory, eos_token="<s>"))
+        prepare(make_token_config(prepared.directory, eos_token="<s>"))
 
 
 def test_token_source_ignores_obsolete_field_of_older_manifest(
-    make: Make, tmp_path: Path, prepared: TokenData
+    make_token_config: Make, tmp_path: Path, prepared: TokenData
 ) -> None:
     old = shutil.copytree(prepared.directory, tmp_path / "old")
     content = read_json(old / "manifest.json")
     write_json(old / "manifest.json", {**content, "skipped_duplicates": 7})
-    data = prepare(make(old, tokenizer=None))
+    data = prepare(make_token_config(old, tokenizer=None))
     assert data.manifest == prepared.manifest
     for split in ("train", "heldout"):
         expected, stream = prepared.split(split), data.split(split)
@@ -244,27 +246,35 @@ def test_token_source_ignores_obsolete_field_of_older_manifest(
 # Errors
 
 
-def cut(path: Path, by: int) -> None:
+def cut_end(path: Path, by: int) -> None:
     path.write_bytes(path.read_bytes()[:-by])
 
 
-def damaged(name: str, suffix: str, damage: Callable[[Path], Any], said: str) -> Any:
+def damage_case(name: str, suffix: str, damage: Callable[[Path], Any], said: str) -> Any:
     return pytest.param(name, suffix, damage, said, id=f"{name}-{said[:20]}")
 
 
 @pytest.mark.parametrize(
     ("name", "suffix", "damage", "said"),
     [
-        damaged(NAMES[0], ".bin", lambda p: cut(p, 2), "gaps or overlaps|ends at token"),
-        damaged(NAMES[0], ".bin", lambda p: cut(p, 1), "3,811 bytes, .* not 1,905 numbers of 2"),
-        damaged(NAMES[0], ".idx", lambda p: p.unlink(), "idx: unusable .No such file"),
-        damaged(NAMES[0], ".idx", lambda p: cut(p, 8), "bytes, which are not 61 numbers of 8"),
-        damaged(NAMES[0], ".idx", lambda p: p.write_bytes(b"x" * 90), "not a Megatron index"),
-        damaged(NAMES[0], ".idx", lambda p: p.write_bytes(b""), "not a Megatron index"),
-        damaged(NAMES[2], ".ds", lambda p: cut(p, 2), "ends at token 1,906, but .* has 1,905"),
-        damaged(NAMES[2], ".ds.index", lambda p: p.unlink(), "index: unusable .No such file"),
-        damaged(NAMES[2], ".ds.index", lambda p: p.write_bytes(b""), "the index has no documents"),
-        damaged(
+        damage_case(NAMES[0], ".bin", lambda p: cut_end(p, 2), "gaps or overlaps|ends at token"),
+        damage_case(
+            NAMES[0], ".bin", lambda p: cut_end(p, 1), "3,811 bytes, .* not 1,905 numbers of 2"
+        ),
+        damage_case(NAMES[0], ".idx", lambda p: p.unlink(), "idx: unusable .No such file"),
+        damage_case(
+            NAMES[0], ".idx", lambda p: cut_end(p, 8), "bytes, which are not 61 numbers of 8"
+        ),
+        damage_case(NAMES[0], ".idx", lambda p: p.write_bytes(b"x" * 90), "not a Megatron index"),
+        damage_case(NAMES[0], ".idx", lambda p: p.write_bytes(b""), "not a Megatron index"),
+        damage_case(
+            NAMES[2], ".ds", lambda p: cut_end(p, 2), "ends at token 1,906, but .* has 1,905"
+        ),
+        damage_case(NAMES[2], ".ds.index", lambda p: p.unlink(), "index: unusable .No such file"),
+        damage_case(
+            NAMES[2], ".ds.index", lambda p: p.write_bytes(b""), "the index has no documents"
+        ),
+        damage_case(
             NAMES[2],
             ".ds.metadata",
             lambda p: p.write_text("x|3", encoding="utf-8"),
@@ -273,12 +283,17 @@ def damaged(name: str, suffix: str, damage: Callable[[Path], Any], said: str) ->
     ],
 )
 def test_damaged_token_file_raises_error_with_path(
-    make: Make, tmp_path: Path, name: str, suffix: str, damage: Callable[[Path], Any], said: str
+    make_token_config: Make,
+    tmp_path: Path,
+    name: str,
+    suffix: str,
+    damage: Callable[[Path], Any],
+    said: str,
 ) -> None:
-    path = copied(name, tmp_path / "files")
+    path = copied_file(name, tmp_path / "files")
     damage(path.with_name(Path(name).stem + suffix))
     with pytest.raises(DataError, match=said) as raised:
-        prepare(make(path))
+        prepare(make_token_config(path))
     assert str(tmp_path / "files") in str(raised.value)
 
 
@@ -292,11 +307,13 @@ def test_token_files_of_another_tokenizer_raise_data_error(tmp_path: Path) -> No
         open_tokens(tmp_path / "half.ds", 400, EOS)
 
 
-def test_token_source_refuses_missing_tokenizer_or_token_files(make: Make, tmp_path: Path) -> None:
+def test_token_source_refuses_missing_tokenizer_or_token_files(
+    make_token_config: Make, tmp_path: Path
+) -> None:
     with pytest.raises(DataError, match=r"data\.tokenizer=null is not supported with data=tokens"):
-        prepare(make(FILES / NAMES[0], tokenizer=None))
+        prepare(make_token_config(FILES / NAMES[0], tokenizer=None))
     with pytest.raises(ConfigError, match=r"source=tokens needs data\.paths"):
-        prepare(make())
+        prepare(make_token_config())
     (tmp_path / "a.txt").write_text("x", encoding="utf-8")
     with pytest.raises(DataError, match=r"neither a \.bin or \.ds file nor"):
-        prepare(make(tmp_path / "a.txt"))
+        prepare(make_token_config(tmp_path / "a.txt"))

@@ -29,7 +29,7 @@ MakeStream = Callable[..., TokenStream]
 FILES = Path(__file__).parent.parent / "data_files" / "imported"
 
 
-def drawn(seed: int = 0) -> tuple[list[int], np.ndarray]:
+def random_documents(seed: int = 0) -> tuple[list[int], np.ndarray]:
     """Return random documents as tokens, and a loss mask."""
     generator = np.random.default_rng(seed)
     tokens = generator.integers(1, 1000, TOKENS)
@@ -52,21 +52,21 @@ def write_masks(directory: Path, mask: np.ndarray, but: tuple[int, ...] = ()) ->
     write_json(directory / "manifest.json", manifest)
 
 
-def opened(directory: Path) -> TokenStream:
+def opened_stream(directory: Path) -> TokenStream:
     return TokenStream(directory, Manifest.load(directory), "train")
 
 
 @pytest.fixture
 def masked(make_stream: MakeStream, tmp_path: Path) -> TokenStream:
     """A masked stream of several shards."""
-    tokens, mask = drawn()
+    tokens, mask = random_documents()
     make_stream(tokens)
     write_masks(tmp_path / "stream", mask)
-    return opened(tmp_path / "stream")
+    return opened_stream(tmp_path / "stream")
 
 
 def test_loss_mask_range_may_span_several_shards(masked: TokenStream) -> None:
-    _, mask = drawn()
+    _, mask = random_documents()
     assert masked.masked
     for start, stop in ((0, TOKENS), (0, 0), (90, 300), (97, 194), (399, 400)):
         found = masked.loss_mask(start, stop)
@@ -79,12 +79,12 @@ def test_loss_mask_range_may_span_several_shards(masked: TokenStream) -> None:
 def test_loss_mask_is_true_for_all_tokens_of_shard_without_mask_file(
     make_stream: MakeStream, tmp_path: Path
 ) -> None:
-    tokens, mask = drawn()
+    tokens, mask = random_documents()
     stream = make_stream(tokens)
     assert not stream.masked
     assert stream.loss_mask(3, 200).all()
     write_masks(tmp_path / "stream", mask, but=(1,))
-    found = opened(tmp_path / "stream")
+    found = opened_stream(tmp_path / "stream")
     expected = mask.copy()
     expected[97:194] = True
     assert found.loss_mask(0, TOKENS).tolist() == expected.tolist()
@@ -95,13 +95,13 @@ def test_loss_mask_is_true_for_all_tokens_of_shard_without_mask_file(
 def test_token_shards_have_no_loss_mask_if_manifest_has_no_mask_keys(
     make_stream: MakeStream, tmp_path: Path
 ) -> None:
-    make_stream(drawn()[0])
+    make_stream(random_documents()[0])
     file = tmp_path / "stream" / "manifest.json"
     manifest = read_json(file)
     for shard in manifest["splits"]["train"]["shards"]:
         del shard["mask"], shard["mask_sha256"]
     write_json(file, manifest)
-    assert not opened(tmp_path / "stream").masked
+    assert not opened_stream(tmp_path / "stream").masked
 
 
 def test_damaged_loss_mask_file_raises_error_with_path(masked: TokenStream, tmp_path: Path) -> None:
@@ -112,16 +112,16 @@ def test_damaged_loss_mask_file_raises_error_with_path(masked: TokenStream, tmp_
         masked.loss_mask(0, 98)
     file.write_bytes(bytes(96))
     with pytest.raises(DataError, match=r"train-00001\.mask: 96 bytes, expected 97"):
-        opened(tmp_path / "stream")
+        opened_stream(tmp_path / "stream")
     file.unlink()
     with pytest.raises(DataError, match=r"train-00001\.mask: no file, expected"):
-        opened(tmp_path / "stream")
+        opened_stream(tmp_path / "stream")
 
 
 def test_stream_sequences_ignore_targets_outside_the_loss_mask(
     make_stream: MakeStream, masked: TokenStream
 ) -> None:
-    tokens, mask = drawn()
+    tokens, mask = random_documents()
     plain = StreamSequences(make_stream(tokens, directory="plain"), 16)
     everything = np.arange(len(plain))
     inputs, targets = StreamSequences(masked, 16).read(everything)
@@ -138,7 +138,7 @@ def test_stream_sequences_ignore_targets_outside_the_loss_mask(
 def test_packed_sequences_ignore_targets_outside_the_loss_mask(
     make_stream: MakeStream, masked: TokenStream, tmp_path: Path
 ) -> None:
-    tokens, mask = drawn()
+    tokens, mask = random_documents()
     plain = make_stream(tokens, directory="plain")
     (tmp_path / "plan").mkdir()
     write_plan(plain, EOS, 16, tmp_path / "plan")
@@ -159,11 +159,11 @@ def test_packed_sequences_ignore_targets_outside_the_loss_mask(
 def test_loss_mask_of_joined_stream_is_true_for_unmasked_streams(
     make_stream: MakeStream, masked: TokenStream
 ) -> None:
-    plain = make_stream(drawn(1)[0], directory="plain")
+    plain = make_stream(random_documents(1)[0], directory="plain")
     joined = JoinedStream("train", [plain, masked, plain])
     assert joined.masked
     assert not JoinedStream("train", [plain]).masked
-    whole = np.concatenate([np.ones(TOKENS, bool), drawn()[1], np.ones(TOKENS, bool)])
+    whole = np.concatenate([np.ones(TOKENS, bool), random_documents()[1], np.ones(TOKENS, bool)])
     for start, stop in ((0, 1200), (399, 401), (100, 100), (500, 900), (800, 1200)):
         assert joined.loss_mask(start, stop).tolist() == whole[start:stop].tolist()
     imported = FilesStream("train", [str(next(FILES.glob("*.bin")))], (250, EOS), 0, 9)
@@ -179,7 +179,7 @@ def test_token_count_of_held_out_documents_excludes_tokens_without_loss(
     masked: TokenStream, tokens: int | None
 ) -> None:
     chosen = heldout_documents(masked, EOS, tokens)
-    _, mask = drawn()
+    _, mask = random_documents()
     spans = list(zip(chosen.starts.tolist(), chosen.lengths.tolist(), strict=True))
     assert chosen.predicted.tolist() == [int(mask[i : i + n].sum()) for i, n in spans]
     found = np.zeros(len(chosen), np.int64)
@@ -194,7 +194,7 @@ def test_byte_count_of_held_out_documents_excludes_tokens_without_loss(masked: T
     chosen = heldout_documents(masked, EOS)
     decoder: Any = SimpleNamespace(decode=lambda tokens: "".join(map(chr, tokens)))
     sizes, _ = chosen.texts(decoder)
-    tokens, mask = np.array(drawn()[0]), drawn()[1]
+    tokens, mask = np.array(random_documents()[0]), random_documents()[1]
     for size, start, length in zip(sizes, chosen.starts, chosen.lengths, strict=True):
         here = slice(start, start + length)
         assert size == len("".join(map(chr, tokens[here][mask[here]])).encode())
@@ -205,12 +205,12 @@ def test_heldout_split_is_refused_if_loss_mask_excludes_all_tokens(
 ) -> None:
     write_masks(tmp_path / "stream", np.zeros(TOKENS, bool))
     with pytest.raises(DataError, match="no token to predict"):
-        heldout_tokens(opened(tmp_path / "stream"), EOS)
+        heldout_tokens(opened_stream(tmp_path / "stream"), EOS)
 
 
 def test_corpus_token_hash_depends_on_loss_masks(masked: TokenStream, tmp_path: Path) -> None:
     facts = []
-    for mask in (drawn()[1], drawn(1)[1]):
+    for mask in (random_documents()[1], random_documents(1)[1]):
         write_masks(tmp_path / "stream", mask)
         data: Any = SimpleNamespace(manifest=Manifest.load(tmp_path / "stream"))
         assert ignores_targets(data, DataConfig())

@@ -35,7 +35,7 @@ class Part(NamedTuple):
 
 
 @pytest.fixture
-def make(make_stream: Callable[..., TokenStream]) -> Make:
+def make_mixture(make_stream: Callable[..., TokenStream]) -> Make:
     """Make mixtures in which token i of source k is 1,000 k + i, to recognise places in batches."""
     parts = {}
     for k, (name, sequences) in enumerate(SIZES.items()):
@@ -61,15 +61,15 @@ def first_tokens(samples: MixedSequences, numbers: range) -> list[int]:
     return inputs[:, 0].tolist()
 
 
-def test_mixture_sources_are_shuffled_independently(make: Make) -> None:
-    read = first_tokens(make(curriculum=[]), range(200))
+def test_mixture_sources_are_shuffled_independently(make_mixture: Make) -> None:
+    read = first_tokens(make_mixture(curriculum=[]), range(200))
     code = [token for token in read if token < 1000]
     assert len(code) == 100
     assert sorted(code[:50]) == sorted(code[50:]) == [8 * i for i in range(50)], "two epochs"
     assert code[:50] != code[50:]
-    assert read != first_tokens(make(curriculum=[], seed=6), range(200))
+    assert read != first_tokens(make_mixture(curriculum=[], seed=6), range(200))
     assert [t // 1000 for t in read] == [
-        t // 1000 for t in first_tokens(make(curriculum=[], seed=6), range(200))
+        t // 1000 for t in first_tokens(make_mixture(curriculum=[], seed=6), range(200))
     ], "the seed must only shuffle within sources"
 
 
@@ -78,12 +78,13 @@ def test_mixture_sources_are_shuffled_independently(make: Make) -> None:
     [(1, 12, 0), (1, 3, 2), (2, 2, 1), (3, 4, 0), (4, 3, 0)],
 )
 def test_mixture_step_reads_same_samples_for_any_world_size_and_micro_batch(
-    make: Make, open_loader: Any, world_size: int, micro_batch_size: int, num_workers: int
+    make_mixture: Make, open_loader: Any, world_size: int, micro_batch_size: int, num_workers: int
 ) -> None:
-    expected = first_tokens(make(), range(BATCH * STEPS))
+    expected = first_tokens(make_mixture(), range(BATCH * STEPS))
     layout = {"micro_batch_size": micro_batch_size, "num_workers": num_workers}
     loaders = [
-        open_loader(make(), rank=r, world_size=world_size, **layout) for r in range(world_size)
+        open_loader(make_mixture(), rank=r, world_size=world_size, **layout)
+        for r in range(world_size)
     ]
     read: list[int] = []
     for _ in range(BATCH * STEPS // (world_size * micro_batch_size)):
@@ -93,16 +94,16 @@ def test_mixture_step_reads_same_samples_for_any_world_size_and_micro_batch(
 
 @pytest.mark.parametrize("step", [1, 13, 20, 39])
 def test_mixture_reads_same_samples_after_resume_on_three_ranks(
-    make: Make, open_loader: Any, step: int
+    make_mixture: Make, open_loader: Any, step: int
 ) -> None:
-    whole = first_tokens(make(limits={"code": 2}), range(BATCH * STEPS))
-    one = open_loader(make(limits={"code": 2}), micro_batch_size=2)
+    whole = first_tokens(make_mixture(limits={"code": 2}), range(BATCH * STEPS))
+    one = open_loader(make_mixture(limits={"code": 2}), micro_batch_size=2)
     for _ in range(step * BATCH // 2 + 1):  # and a part of the next step
         next(one)
     state = one.state_dict()
     assert state["sample"] == step * BATCH
     options = {"micro_batch_size": 2, "world_size": 3}
-    others = [open_loader(make(limits={"code": 2}), rank=r, **options) for r in range(3)]
+    others = [open_loader(make_mixture(limits={"code": 2}), rank=r, **options) for r in range(3)]
     for other in others:
         other.load_state_dict(state)
     assert others[0].state_dict() == state
@@ -115,11 +116,13 @@ def test_mixture_reads_same_samples_after_resume_on_three_ranks(
     assert read == whole[step * BATCH :]
 
 
-def test_resumed_mixture_uses_new_weights_for_remaining_samples(make: Make) -> None:
+def test_resumed_mixture_uses_new_weights_for_remaining_samples(make_mixture: Make) -> None:
     """Each source resumes with its next sequence; a second resume reads the same samples."""
-    former = make(curriculum=[])
+    former = make_mixture(curriculum=[])
     state = former.state(101)
-    changed = make(curriculum=[Point(0.1, {"web": 1, "books": 1})], between=Between.constant)
+    changed = make_mixture(
+        curriculum=[Point(0.1, {"web": 1, "books": 1})], between=Between.constant
+    )
     assert changed.sample_of(state) == 101
     read = first_tokens(changed, range(101, 301))
     assert {token // 1000 for token in read} == {1, 2}
@@ -129,7 +132,7 @@ def test_resumed_mixture_uses_new_weights_for_remaining_samples(make: Make) -> N
     common = min(len(books), len(every_book) - before[2])
     assert books[:common] == every_book[before[2] : before[2] + common]
 
-    again = make(curriculum=[Point(0.1, {"web": 1, "books": 1})], between=Between.constant)
+    again = make_mixture(curriculum=[Point(0.1, {"web": 1, "books": 1})], between=Between.constant)
     later = changed.state(150)
     assert again.sample_of(later) == 150
     assert first_tokens(again, range(150, 301)) == read[49:]
@@ -137,11 +140,11 @@ def test_resumed_mixture_uses_new_weights_for_remaining_samples(make: Make) -> N
 
 
 @pytest.mark.parametrize("first", [0, 37, 190])
-def test_places_of_samples_do_not_depend_on_mixture_weights(make: Make, first: int) -> None:
-    samples = make()
+def test_places_of_samples_do_not_depend_on_mixture_weights(make_mixture: Make, first: int) -> None:
+    samples = make_mixture()
     places = samples.places(range(first, first + 24))
     assert len(places) > 1
-    other = make(total=1, curriculum=[Point(0, {"code": 1})], between=Between.constant)
+    other = make_mixture(total=1, curriculum=[Point(0, {"code": 1})], between=Between.constant)
     parts = [other.read(place).batch for place in places]
     inputs, targets = (torch.cat(part) for part in zip(*parts, strict=True))
     expected, expected_targets = samples[range(first, first + 24)]  # type: ignore[misc]
@@ -150,19 +153,19 @@ def test_places_of_samples_do_not_depend_on_mixture_weights(make: Make, first: i
     assert targets[order].equal(expected_targets[expected_order])
 
 
-def test_place_in_unknown_source_is_refused(make: Make) -> None:
+def test_place_in_unknown_source_is_refused(make_mixture: Make) -> None:
     with pytest.raises(DataError, match="no source 'corpus', only code, web, books"):
-        make().read(Place("corpus", 0, 8))
+        make_mixture().read(Place("corpus", 0, 8))
 
 
-def test_mixture_refuses_state_with_other_seed_or_sources(make: Make) -> None:
-    state = make().state(24)
+def test_mixture_refuses_state_with_other_seed_or_sources(make_mixture: Make) -> None:
+    state = make_mixture().state(24)
     with pytest.raises(CheckpointError, match="seed=5, but this run has seed=6"):
-        make(seed=6).sample_of(state)
+        make_mixture(seed=6).sample_of(state)
     with pytest.raises(CheckpointError, match=r"has data\.sources code, web, but this run"):
-        make().sample_of({**state, "consumed": {"code": 10, "web": 14}})
+        make_mixture().sample_of({**state, "consumed": {"code": 10, "web": 14}})
     with pytest.raises(CheckpointError, match=r"has data\.sources .no mixture."):
-        make().sample_of({"seed": SEED, "epoch": 0, "sample": 3})
+        make_mixture().sample_of({"seed": SEED, "epoch": 0, "sample": 3})
 
 
 @pytest.mark.parametrize(
@@ -176,18 +179,20 @@ def test_mixture_refuses_state_with_other_seed_or_sources(make: Make) -> None:
         *((key, value) for key in ("sample", "since") for value in (25, -1, 2**62, [], None)),
     ],
 )
-def test_mixture_refuses_state_with_invalid_values(make: Make, key: str, value: Any) -> None:
-    state = make().state(24)
+def test_mixture_refuses_state_with_invalid_values(
+    make_mixture: Make, key: str, value: Any
+) -> None:
+    state = make_mixture().state(24)
     forged = {**state, key: {**state[key], **value} if isinstance(value, dict) else value}
     with pytest.raises(CheckpointError, match=r"invalid data position, the entry loop\.data"):
-        make().sample_of(forged)
+        make_mixture().sample_of(forged)
     check_place(state)
     with pytest.raises(ValueError):  # noqa: PT011
         check_place(forged)
 
 
-def test_mixture_metrics_contain_token_and_epoch_counts_per_source(make: Make) -> None:
-    samples = make(limits={"code": 1})
+def test_mixture_metrics_contain_token_and_epoch_counts_per_source(make_mixture: Make) -> None:
+    samples = make_mixture(limits={"code": 1})
     read = first_tokens(samples, range(BATCH * STEPS))
     consumed = samples.consumed(BATCH * STEPS)
     for k, name in enumerate(SIZES):
@@ -277,9 +282,9 @@ def test_mixture_error_message_contains_key_of_faulty_source(
 
 
 def test_damaged_or_short_mixture_source_raises_error_with_source_key(
-    make: Make, make_stream: Callable[..., TokenStream]
+    make_mixture: Make, make_stream: Callable[..., TokenStream]
 ) -> None:
-    samples = make()
+    samples = make_mixture()
     for shard in samples.sources[1].stream._directory.glob("*.bin"):
         shard.write_bytes(bytes(len(shard.read_bytes())))
     error = samples[range(40)]

@@ -16,7 +16,7 @@ from diffllm.data.mixture_plan import from_sample, limited, segments
 SHARES = st.lists(st.floats(0.002, 1), min_size=1, max_size=8)
 
 
-def read(order, first, count):
+def places_in_order(order, first, count):
     return order.places(np.arange(first, first + count))
 
 
@@ -26,7 +26,7 @@ def read(order, first, count):
 def test_mixture_order_distributes_samples_of_each_source_evenly(weights, first):
     order = MixtureOrder([(0, weights)])
     count = 12_000
-    sources, numbers = read(order, first, count)
+    sources, numbers = places_in_order(order, first, count)
     before = order.counts(first)
     parts = in_parts(weights)
     for k, weight in enumerate(np.array(parts) / sum(parts)):
@@ -58,10 +58,10 @@ def test_sample_count_of_each_source_stays_within_1_of_ideal_count(counts):
 
 def test_mixture_order_does_not_depend_on_number_of_samples_per_read():
     order = MixtureOrder([(0, [0.5, 0.3, 0.2]), (1000, [0.1, 0.9, 0])])
-    sources, numbers = read(order, 0, 3000)
+    sources, numbers = places_in_order(order, 0, 3000)
     again = MixtureOrder([(0, [0.5, 0.3, 0.2]), (1000, [0.1, 0.9, 0])])
     for g in (2999, 0, 1000, 999, 64, 2000):
-        source, number = read(again, g, 1)
+        source, number = places_in_order(again, g, 1)
         assert (source[0], number[0]) == (sources[g], numbers[g])
         assert again.counts(g) == np.bincount(sources[:g], minlength=3).tolist()
     assert not (sources[1000:] == 2).any(), "a source of weight 0 must not be read"
@@ -70,7 +70,7 @@ def test_mixture_order_does_not_depend_on_number_of_samples_per_read():
 def test_mixture_order_matches_recorded_order_of_older_versions():
     """No release may change this order, because checkpoints depend on it."""
     order = MixtureOrder([(0, [0.5, 0.3, 0.2])])
-    assert read(order, 0, 20)[0].tolist() == [
+    assert places_in_order(order, 0, 20)[0].tolist() == [
         0, 1, 0, 2, 0, 1, 0, 2, 0, 1, 0, 1, 0, 2, 0, 1, 0, 2, 0, 1,
     ]  # fmt: skip
 
@@ -87,21 +87,21 @@ def test_sample_counts_are_rounded_by_largest_remainder_method():
 # Curricula
 
 
-def config(curriculum=(), between=Between.constant, **weights):
+def mixture_config(curriculum=(), between=Between.constant, **weights):
     sources = {name: SourceConfig(weight=weight) for name, weight in weights.items()}
     return DataConfig(source="mixture", sources=sources, curriculum=[*curriculum], between=between)
 
 
 def test_curriculum_points_are_converted_to_sample_numbers():
     half, later = Point(0.5, {"b": 2.0}), Point(64_000, {"a": 1.0, "b": 3.0})
-    plan = segments(config([half, later], a=3, b=1), samples=1000, seq_len=64)
+    plan = segments(mixture_config([half, later], a=3, b=1), samples=1000, seq_len=64)
     assert plan == [(0, (0.75, 0.25)), (500, (0.0, 1.0)), (1000, (0.25, 0.75))]
 
 
 def test_linear_curriculum_interpolates_weights_between_points():
-    cfg = config([Point(0.5, {"a": 1}), Point(1.0, {"b": 1})], Between.linear, a=1, b=1)
+    cfg = mixture_config([Point(0.5, {"a": 1}), Point(1.0, {"b": 1})], Between.linear, a=1, b=1)
     order = MixtureOrder(segments(cfg, samples=40_000, seq_len=8))
-    sources, _ = read(order, 0, 40_000)
+    sources, _ = places_in_order(order, 0, 40_000)
     so_far = np.cumsum(sources == 0)
     for first in range(0, 30_000, 500):
         places = np.arange(first, first + 10_000)

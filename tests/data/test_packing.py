@@ -56,14 +56,14 @@ def plainly_packed(sizes: list[int], capacity: int) -> list[list[int]]:
 
 
 @st.composite
-def items(draw: st.DrawFn) -> tuple[list[int], int]:
+def drawn_items(draw: st.DrawFn) -> tuple[list[int], int]:
     capacity = draw(st.integers(1, 40))
     largest = draw(st.integers(1, capacity))
     return draw(st.lists(st.integers(1, largest), max_size=60)), capacity
 
 
 @settings(max_examples=100)
-@given(items())
+@given(drawn_items())
 def test_best_fit_decreasing_matches_reference_implementation(
     drawn: tuple[list[int], int],
 ) -> None:
@@ -230,20 +230,20 @@ SEQ_LEN, SEED, BATCH = 8, 5, 12
 
 
 @pytest.fixture
-def stream(make_stream: Callable[..., TokenStream]) -> TokenStream:
+def packing_stream(make_stream: Callable[..., TokenStream]) -> TokenStream:
     """A stream of documents of 1 to 19 distinct tokens with EOS, in several shards."""
     lengths = np.random.default_rng(1).integers(1, 20, 60).tolist()
     return make_stream(Tokens(lengths).all.tolist())
 
 
 @pytest.fixture
-def sequences(stream: TokenStream, tmp_path: Path) -> PackedSequences:
+def sequences(packing_stream: TokenStream, tmp_path: Path) -> PackedSequences:
     (tmp_path / "plan").mkdir()
-    return packed(stream, SEQ_LEN, tmp_path / "plan")
+    return packed(packing_stream, SEQ_LEN, tmp_path / "plan")
 
 
 @pytest.fixture
-def make_loader(sequences: PackedSequences, open_loader: Any) -> Callable[..., TrainLoader]:
+def make_packed_loader(sequences: PackedSequences, open_loader: Any) -> Callable[..., TrainLoader]:
     return lambda **options: open_loader(ShuffledSequences(sequences, SEED), **options)
 
 
@@ -251,7 +251,7 @@ def make_loader(sequences: PackedSequences, open_loader: Any) -> Callable[..., T
     ("world_size", "micro_batch_size", "num_workers"), [(1, 12, 0), (1, 3, 2), (2, 2, 1), (3, 4, 0)]
 )
 def test_packed_step_reads_same_samples_for_any_world_size_and_micro_batch(
-    make_loader: Any,
+    make_packed_loader: Any,
     sequences: PackedSequences,
     world_size: int,
     micro_batch_size: int,
@@ -263,7 +263,9 @@ def test_packed_step_reads_same_samples_for_any_world_size_and_micro_batch(
     places = [int(permute(np.array([g % n]), n, SEED, g // n)[0]) for g in samples]
     expected = torch.stack(sequences.read(np.array(places)), dim=1)
     layout = {"micro_batch_size": micro_batch_size, "num_workers": num_workers}
-    loaders = [make_loader(rank=r, world_size=world_size, **layout) for r in range(world_size)]
+    loaders = [
+        make_packed_loader(rank=r, world_size=world_size, **layout) for r in range(world_size)
+    ]
     steps = len(samples) // (world_size * micro_batch_size)
     read = [torch.stack(next(each), dim=1) for _ in range(steps) for each in loaders]
     assert torch.equal(torch.cat(read), expected)
@@ -307,14 +309,14 @@ def test_packing_plan_with_out_of_range_values_raises_error(
 # From the config
 
 
-def config(cache: Path, **changes: Any) -> DataConfig:
+def packing_config(cache: Path, **changes: Any) -> DataConfig:
     return DataConfig(packing=Packing.best_fit, cache_dir=str(cache), **changes)
 
 
 def test_packing_plan_is_computed_once_per_corpus_and_seq_len(
     prepared: TokenData, tmp_path: Path
 ) -> None:
-    cfg = config(tmp_path)
+    cfg = packing_config(tmp_path)
     first = training_sequences(prepared, cfg, 32)
     (plan,) = [path for path in (tmp_path / "packing").iterdir() if path.is_dir()]
     made = (plan / "plan.json").stat().st_mtime_ns
@@ -340,7 +342,7 @@ def mixture_of(
         manifest = Manifest.load(stream._directory)
         parts[name] = SimpleNamespace(split=lambda _, stream=stream: stream, manifest=manifest)
     sources = {name: SourceConfig(epochs_at_most=limits.get(name)) for name in parts}
-    return MixtureData(parts), config(cache, source="mixture", sources=sources)
+    return MixtureData(parts), packing_config(cache, source="mixture", sources=sources)
 
 
 def test_mixture_sources_are_packed_separately(
@@ -368,7 +370,7 @@ def test_mixture_sources_are_packed_separately(
 def test_number_of_steps_per_epoch_depends_on_packed_sequence_count(
     corpus_file: Path, tmp_path: Path
 ) -> None:
-    data = config(
+    data = packing_config(
         tmp_path / "cache",
         source="files",
         paths=[str(corpus_file)],

@@ -36,7 +36,9 @@ MakeConfig = Callable[..., DataConfig]
 
 
 @pytest.fixture
-def corpus(tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> DataConfig:
+def corpus_of_parts(
+    tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> DataConfig:
     """A corpus of about ten parts: row groups, lines and JSON lines."""
     monkeypatch.setattr(files, "PART_BYTES", 12_000)
     table = pyarrow.table({"text": TEXTS[:400]})
@@ -55,7 +57,7 @@ def hash_of(text: str) -> int:
     return int(document_hashes([Document(text.encode(), b"")])[0]) + encoding.HASH_OFFSET
 
 
-def contents(data: TokenData) -> dict[str, bytes]:
+def all_contents(data: TokenData) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in data.directory.glob("[!.]*")}
 
 
@@ -68,10 +70,12 @@ def partial_of(cfg: DataConfig) -> Path:
     return found
 
 
-def test_preparation_in_three_processes_writes_tokens_in_corpus_order(corpus: DataConfig) -> None:
-    data = prepare(corpus, PrepareConfig(processes=3))
+def test_preparation_in_three_processes_writes_tokens_in_corpus_order(
+    corpus_of_parts: DataConfig,
+) -> None:
+    data = prepare(corpus_of_parts, PrepareConfig(processes=3))
     tokenizer = data.tokenizer()
-    parts = open_corpus(corpus, Path(corpus.cache_dir)).parts
+    parts = open_corpus(corpus_of_parts, Path(corpus_of_parts.cache_dir)).parts
     assert 8 <= len(parts) <= 20
     for split in ("train", "heldout"):
         chosen = [
@@ -86,11 +90,11 @@ def test_preparation_in_three_processes_writes_tokens_in_corpus_order(corpus: Da
 
 
 def test_number_of_preparation_processes_does_not_change_written_bytes(
-    corpus: DataConfig,
+    corpus_of_parts: DataConfig,
 ) -> None:
-    alone = contents(prepare(corpus, PrepareConfig(processes=1)))
-    several = in_cache(corpus, "several")
-    assert contents(prepare(several, PrepareConfig(processes=4))) == alone
+    alone = all_contents(prepare(corpus_of_parts, PrepareConfig(processes=1)))
+    several = in_cache(corpus_of_parts, "several")
+    assert all_contents(prepare(several, PrepareConfig(processes=4))) == alone
 
 
 @pytest.fixture
@@ -112,55 +116,55 @@ def dying(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], None
 
 
 def test_resumed_preparation_does_not_rewrite_finished_parts(
-    corpus: DataConfig, dying: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
+    corpus_of_parts: DataConfig, dying: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    undisturbed = contents(prepare(in_cache(corpus, "undisturbed")))
+    undisturbed = all_contents(prepare(in_cache(corpus_of_parts, "undisturbed")))
     dying(5, signal.SIGKILL)
     with pytest.raises(
         DataError, match=r"was killed, perhaps because memory ran out; files in progress: .*\.jsonl"
     ):
-        prepare(corpus, PrepareConfig(processes=1))
-    partial = partial_of(corpus)
+        prepare(corpus_of_parts, PrepareConfig(processes=1))
+    partial = partial_of(corpus_of_parts)
     done = sorted(path.name for path in partial.glob("part-*.json"))
     assert done == [f"part-{i:05d}.json" for i in range(5)]
     shards = {path: path.stat().st_mtime_ns for path in partial.glob("tokens/*-0000[0-4]-*.bin")}
     monkeypatch.undo()
     monkeypatch.setattr(files, "PART_BYTES", 12_000)
-    data = prepare(corpus)
-    assert contents(data) == undisturbed
+    data = prepare(corpus_of_parts)
+    assert all_contents(data) == undisturbed
     for path, time_ns in shards.items():
         assert (data.directory / path.name).stat().st_mtime_ns == time_ns  # not written again
-    assert not list(Path(corpus.cache_dir).glob("tokens/*.partial-*"))
+    assert not list(Path(corpus_of_parts.cache_dir).glob("tokens/*.partial-*"))
 
 
 def test_resumed_preparation_ignores_stored_parts_if_part_size_has_changed(
-    corpus: DataConfig, dying: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
+    corpus_of_parts: DataConfig, dying: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dying(2, signal.SIGKILL)
     with pytest.raises(DataError, match="killed"):
-        prepare(corpus, PrepareConfig(processes=1))
+        prepare(corpus_of_parts, PrepareConfig(processes=1))
     monkeypatch.undo()
-    data = prepare(corpus)  # now a single part
+    data = prepare(corpus_of_parts)  # now a single part
     assert len(data.manifest.splits["train"].shards) == 1
-    assert contents(data) == contents(prepare(in_cache(corpus, "whole")))
-    assert not list(Path(corpus.cache_dir).glob("tokens/*.partial-*"))
+    assert all_contents(data) == all_contents(prepare(in_cache(corpus_of_parts, "whole")))
+    assert not list(Path(corpus_of_parts.cache_dir).glob("tokens/*.partial-*"))
 
 
 def test_error_of_preparation_worker_contains_exactly_one_traceback(
-    corpus: DataConfig, monkeypatch: pytest.MonkeyPatch
+    corpus_of_parts: DataConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
         raise ZeroDivisionError("in a worker")
 
     monkeypatch.setattr(encoding.Encoding, "encode", fail)
     with pytest.raises(ZeroDivisionError, match="in a worker") as caught:
-        prepare(corpus)
+        prepare(corpus_of_parts)
     said = "".join(traceback.format_exception(caught.value))
     assert said.count("Traceback") == 1
     assert said.count("in fail") == 1
 
 
-def test_interrupted_or_killed_preparation_leaves_no_process(corpus: DataConfig) -> None:
+def test_interrupted_or_killed_preparation_leaves_no_process(corpus_of_parts: DataConfig) -> None:
     """Ctrl-C or SIGKILL of the parent ends workers that would wait endlessly."""
     script = """
 import os, sys, time
@@ -176,7 +180,7 @@ prepare(DataConfig(source="files", paths=sys.argv[2:], cache_dir=sys.argv[1], vo
 """
     for sent in (signal.SIGINT, signal.SIGKILL):
         process = subprocess.Popen(
-            [sys.executable, "-c", script, corpus.cache_dir, *corpus.paths[:1]],
+            [sys.executable, "-c", script, corpus_of_parts.cache_dir, *corpus_of_parts.paths[:1]],
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, encoding="utf-8",
         )  # fmt: skip
         assert process.stdout is not None
@@ -186,8 +190,10 @@ prepare(DataConfig(source="files", paths=sys.argv[2:], cache_dir=sys.argv[1], vo
         wait_until(lambda: has_ended(worker), "end of the worker")  # noqa: B023
 
 
-def test_heldout_fraction_close_to_1_leaves_one_training_document(corpus: DataConfig) -> None:
-    data = prepare(replace(corpus, heldout_fraction=1 - 1e-9))
+def test_heldout_fraction_close_to_1_leaves_one_training_document(
+    corpus_of_parts: DataConfig,
+) -> None:
+    data = prepare(replace(corpus_of_parts, heldout_fraction=1 - 1e-9))
     stream = data.split("train")
     tokens = stream.tokens(0, len(stream)).tolist()
     assert data.tokenizer().decode(tokens) == max(TEXTS, key=hash_of)
@@ -209,10 +215,10 @@ class Endless:
 
 @pytest.mark.slow
 def test_preparation_memory_does_not_grow_with_number_of_documents(
-    corpus: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    corpus_of_parts: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encode, peaks = encoding.Encoding.encode, {}
-    base = open_corpus(corpus, Path(corpus.cache_dir))
+    base = open_corpus(corpus_of_parts, Path(corpus_of_parts.cache_dir))
 
     def measured(self: encoding.Encoding, *args: Any) -> None:
         encode(self, *args)
@@ -225,7 +231,7 @@ def test_preparation_memory_does_not_grow_with_number_of_documents(
         parts: list[Part] = [Endless(documents)]
         job = TokensJob(
             replace(base, list_parts=lambda parts=parts: parts),
-            Path(str(corpus.tokenizer)) / "tokenizer.model",
+            Path(str(corpus_of_parts.tokenizer)) / "tokenizer.model",
             0.02,
             tmp_path / f"of-{documents}",
         )
@@ -235,10 +241,13 @@ def test_preparation_memory_does_not_grow_with_number_of_documents(
 
 
 def test_preparation_progress_line_contains_current_file_name(
-    corpus: DataConfig, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    corpus_of_parts: DataConfig, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The stalled part continues only after a progress line has named the part."""
-    base, told = open_corpus(corpus, Path(corpus.cache_dir)), Path(corpus.cache_dir) / "told"
+    base, told = (
+        open_corpus(corpus_of_parts, Path(corpus_of_parts.cache_dir)),
+        Path(corpus_of_parts.cache_dir) / "told",
+    )
 
     class Stalled(Endless):
         name = "a hub that hangs"
@@ -257,9 +266,9 @@ def test_preparation_progress_line_contains_current_file_name(
     monkeypatch.setattr(workers, "to_stderr", read_aloud)
     job = TokensJob(
         replace(base, list_parts=lambda: [Stalled(1000)]),
-        Path(str(corpus.tokenizer)) / "tokenizer.model",
+        Path(str(corpus_of_parts.tokenizer)) / "tokenizer.model",
         0.02,
-        Path(corpus.cache_dir) / "tokens",
+        Path(corpus_of_parts.cache_dir) / "tokens",
     )
     job.build(PrepareConfig())
     assert "MB, 0.0M tokens; 0.0 MB/s, 0 tokens/s; reading a hub that" in capfd.readouterr().err

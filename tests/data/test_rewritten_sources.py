@@ -27,7 +27,7 @@ WRITERS: dict[str, Callable[[list[str]], str]] = {
 }
 
 
-class Source:
+class RewrittenSource:
     """A file of texts; `rewrite` exchanges letters and keeps size and modification time."""
 
     def __init__(self, directory: Path, form: str, seed: int = 0) -> None:
@@ -46,13 +46,15 @@ class Source:
         assert self.path.stat().st_size == before.st_size
 
 
-def documents(data: Prepared) -> list[str]:
+def sorted_documents(data: Prepared) -> list[str]:
     """List the texts of both splits, sorted."""
     return sorted(documents_of(data, "train") + documents_of(data, "heldout"))
 
 
 @pytest.fixture
-def prepared_with(make_config: MakeConfig, prepared: TokenData) -> Callable[[Source], Prepared]:
+def prepared_with(
+    make_config: MakeConfig, prepared: TokenData
+) -> Callable[[RewrittenSource], Prepared]:
     """Prepare a source with an existing tokenizer."""
     tokenizer = str(prepared.directory / "tokenizer.model")
     return lambda source: prepare(make_config(source.path, tokenizer=tokenizer))
@@ -62,11 +64,11 @@ def prepared_with(make_config: MakeConfig, prepared: TokenData) -> Callable[[Sou
 @pytest.mark.parametrize("replaced", [False, True])
 @pytest.mark.parametrize("form", slow_but(["jsonl", "txt"], WRITERS))
 def test_prepare_detects_rewritten_file_if_size_and_time_are_unchanged(
-    tmp_path: Path, prepared_with: Callable[[Source], Prepared], form: str, replaced: bool
+    tmp_path: Path, prepared_with: Callable[[RewrittenSource], Prepared], form: str, replaced: bool
 ) -> None:
-    source = Source(tmp_path, form)
+    source = RewrittenSource(tmp_path, form)
     for _ in range(3):
-        assert documents(prepared_with(source)) == sorted(source.texts)
+        assert sorted_documents(prepared_with(source)) == sorted(source.texts)
         source.rewrite(replaced)
 
 
@@ -88,7 +90,7 @@ def test_prepare_refuses_corpus_file_rewritten_during_preparation(
     moment: str,
 ) -> None:
     """No tokens and no tokenizer are stored under the hash of the old text."""
-    source, cache, rewritten = Source(tmp_path, form), tmp_path / "cache", []
+    source, cache, rewritten = RewrittenSource(tmp_path, form), tmp_path / "cache", []
     cfg = make_config(source.path, vocab_size=320)
     owner, name = MOMENTS[moment]
     real = getattr(owner, name)
@@ -105,4 +107,4 @@ def test_prepare_refuses_corpus_file_rewritten_during_preparation(
         prepare(cfg)
     made = [path.parent.name for path in cache.glob("tok*/*") if path.name.isalnum()]
     assert made == ["tokenizers"] * (name in ("encode", "manifest"))
-    assert documents(prepare(cfg)) == sorted(source.texts)
+    assert sorted_documents(prepare(cfg)) == sorted(source.texts)

@@ -15,27 +15,27 @@ MakeStream = Callable[..., TokenStream]
 
 
 @pytest.fixture
-def stream(make_stream: MakeStream) -> TokenStream:
+def sharded_stream(make_stream: MakeStream) -> TokenStream:
     return make_stream(list(range(1000)), shard_tokens=97)
 
 
 @given(ends=st.tuples(st.integers(0, 1000), st.integers(0, 1000)))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_token_stream_range_may_span_several_shards(
-    stream: TokenStream, ends: tuple[int, int]
+    sharded_stream: TokenStream, ends: tuple[int, int]
 ) -> None:
     start, stop = sorted(ends)
-    tokens = stream.tokens(start, stop)
+    tokens = sharded_stream.tokens(start, stop)
     assert tokens.dtype == np.int64
     assert tokens.tolist() == list(range(start, stop))
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 3), (5, 4), (990, 1001)])
 def test_token_stream_refuses_range_outside_its_length(
-    stream: TokenStream, start: int, stop: int
+    sharded_stream: TokenStream, start: int, stop: int
 ) -> None:
     with pytest.raises(IndexError, match="<= 1000, the length of the stream"):
-        stream.tokens(start, stop)
+        sharded_stream.tokens(start, stop)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_token_dtype_depends_on_vocabulary_size(
 
 
 def test_truncated_or_missing_shard_raises_error_with_path(
-    stream: TokenStream, tmp_path: Path
+    sharded_stream: TokenStream, tmp_path: Path
 ) -> None:
     directory = tmp_path / "stream"
     shard = directory / "train-00003.bin"
@@ -58,7 +58,7 @@ def test_truncated_or_missing_shard_raises_error_with_path(
     with pytest.raises(DataError, match=expected):
         TokenStream(directory, Manifest.load(directory), "train")
     with pytest.raises(DataError, match=r"train-00003.bin: damaged: its sha256 is not"):
-        stream.tokens(300, 301)
+        sharded_stream.tokens(300, 301)
     shard.unlink()
     with pytest.raises(DataError, match=r"train-00003.bin: no file, expected 194"):
         TokenStream(directory, Manifest.load(directory), "train")

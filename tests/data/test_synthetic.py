@@ -22,7 +22,7 @@ from diffllm.data.tokenizer import Tokenizer
 WORDS = ["model=tiny", "model.vocab_size=640", "seq_len=32", "data=synthetic", "data.examples=300"]
 
 
-def texts(cache: Path, *words: str) -> list[tuple[str, ...]]:
+def document_pieces(cache: Path, *words: str) -> list[tuple[str, ...]]:
     """The pieces of each document, the last of them its text."""
     cfg = load_config([*WORDS, f"data.cache_dir={cache}", *words])
     found = []
@@ -37,8 +37,8 @@ def texts(cache: Path, *words: str) -> list[tuple[str, ...]]:
 def test_synthetic_training_documents_do_not_contain_evaluation_prompts(
     tmp_path: Path, task: str
 ) -> None:
-    found = texts(tmp_path, f"data.task={task}")
-    whole = texts(tmp_path, f"data.task={task}", "data.answers_only=false")
+    found = document_pieces(tmp_path, f"data.task={task}")
+    whole = document_pieces(tmp_path, f"data.task={task}", "data.answers_only=false")
     assert len(found) == 300
     assert ["".join(document) for document in found] == [text for (text,) in whole]
     asked = {e.prompt for e in TASKS[task].examples(TASKS[task].levels(256)[0], 300, 0, words_of)}
@@ -47,7 +47,7 @@ def test_synthetic_training_documents_do_not_contain_evaluation_prompts(
 
 def test_mqar_document_asks_for_at_most_half_of_the_keys(tmp_path: Path) -> None:
     sizes: Counter[int] = Counter()
-    for document in texts(tmp_path, "data.level={filler: 5}"):
+    for document in document_pieces(tmp_path, "data.level={filler: 5}"):
         *words, first = document[0].split()
         pairs = dict(zip(words[:-5:2], words[1:-5:2], strict=True))
         keys = [first, *(given.strip() for given in document[2::2])]
@@ -59,7 +59,7 @@ def test_mqar_document_asks_for_at_most_half_of_the_keys(tmp_path: Path) -> None
 
 
 def test_synthetic_needle_document_contains_correct_answer_to_each_query(tmp_path: Path) -> None:
-    for document in texts(tmp_path, "data.task=needle"):
+    for document in document_pieces(tmp_path, "data.task=needle"):
         told = dict(re.findall(r"magic number of (\w+) is (\d+)\.", document[0]))
         asked = [re.findall(r"magic number of (\w+) is$", given)[0] for given in document[::2]]
         assert len(told) == 6
@@ -67,13 +67,13 @@ def test_synthetic_needle_document_contains_correct_answer_to_each_query(tmp_pat
         assert [number.strip() for number in document[1::2]] == [told[city] for city in asked]
 
 
-def prepared(tmp_path: Path, *words: str) -> tuple[Tokenizer, TokenStream]:
+def synthetic_data(tmp_path: Path, *words: str) -> tuple[Tokenizer, TokenStream]:
     words = (f"data.cache_dir={tmp_path}", "data.examples=1500", "data.vocab_size=640", *words)
     data = prepare(load_config([*WORDS, *words]).data)
     return data.tokenizer(), data.split("train")
 
 
-def documents_of(stream: TokenStream, eos_id: int) -> list[np.ndarray]:
+def document_places(stream: TokenStream, eos_id: int) -> list[np.ndarray]:
     """Places of the tokens of each document, the last one its EOS."""
     ids = np.asarray(stream.tokens(0, len(stream)))
     return np.split(np.arange(len(stream)), np.flatnonzero(ids == eos_id) + 1)[:-1]
@@ -82,10 +82,10 @@ def documents_of(stream: TokenStream, eos_id: int) -> list[np.ndarray]:
 def test_loss_mask_of_mqar_document_selects_only_the_answers(
     tmp_path: Path,
 ) -> None:
-    tokenizer, stream = prepared(tmp_path, "data.level={filler: 8}")
+    tokenizer, stream = synthetic_data(tmp_path, "data.level={filler: 8}")
     predicted = stream.loss_mask(0, len(stream))
     ids = np.asarray(stream.tokens(0, len(stream)))
-    found = documents_of(stream, tokenizer.eos_id)
+    found = document_places(stream, tokenizer.eos_id)
     assert len(found) > 1000
     for places in found:
         words = [tokenizer.decode([token]).strip() for token in ids[places[:-1]].tolist()]
@@ -98,8 +98,8 @@ def test_loss_mask_of_mqar_document_selects_only_the_answers(
 
 
 def test_needle_documents_contain_481_to_512_tokens(tmp_path: Path) -> None:
-    tokenizer, stream = prepared(tmp_path, "data.task=needle")
-    sizes = [len(places) for places in documents_of(stream, tokenizer.eos_id)]
+    tokenizer, stream = synthetic_data(tmp_path, "data.task=needle")
+    sizes = [len(places) for places in document_places(stream, tokenizer.eos_id)]
     assert min(sizes) > 480
     assert max(sizes) <= 512
 
@@ -109,10 +109,10 @@ def test_synthetic_documents_are_determined_by_settings_and_seed(
 ) -> None:
     monkeypatch.setattr("diffllm.data.text.synthetic.PART_EXAMPLES", 100)
     level = "data.level={filler: 9}"
-    first = texts(tmp_path, level)
+    first = document_pieces(tmp_path, level)
     assert len(set(first)) == 300
-    assert texts(tmp_path, level) == first
-    assert texts(tmp_path, level, "data.task_seed=1") != first
+    assert document_pieces(tmp_path, level) == first
+    assert document_pieces(tmp_path, level, "data.task_seed=1") != first
     identities = {
         open_corpus(
             load_config([*WORDS, f"data.cache_dir={tmp_path}", *words]).data, tmp_path
@@ -137,7 +137,7 @@ def test_synthetic_documents_are_determined_by_settings_and_seed(
 )
 def test_synthetic_corpus_refuses_invalid_settings(tmp_path: Path, word: str, said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
-        texts(tmp_path, word)
+        document_pieces(tmp_path, word)
 
 
 def test_needle_level_is_refused_if_length_is_too_small(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_needle_level_is_refused_if_length_is_too_small(tmp_path: Path) -> None:
         r"data.level=.* is not possible for data.task=needle: \d+ sentences of hay fit; at least 20"
     )
     with pytest.raises(ConfigError, match=said):
-        texts(tmp_path, "data.task=needle", "data.level={length: 150}")
+        document_pieces(tmp_path, "data.task=needle", "data.level={length: 150}")
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def levels() -> list[tuple[str, int]]:
     return [(name, i) for name in NAMES for i in range(len(TASKS[name].fitting(LENGTH, count)))]
 
 
-def examples(name: str, level: Level, number: int) -> list[Example]:
+def task_examples(name: str, level: Level, number: int) -> list[Example]:
     return list(TASKS[name].examples(level, number, 0, count))
 
 
@@ -90,8 +90,10 @@ SHORTCUTS: dict[str, Callable[[Example], list[str]]] = {
 
 def enough(name: str, level: Level) -> list[Example]:
     """Return at least CASES examples, so that NEAR is 4 standard deviations of a guess's share."""
-    chance = share_by_chance(examples(name, level, 4))
-    return examples(name, level, max(CASES, math.ceil(chance * (1 - chance) * (4 / NEAR) ** 2)))
+    chance = share_by_chance(task_examples(name, level, 4))
+    return task_examples(
+        name, level, max(CASES, math.ceil(chance * (1 - chance) * (4 / NEAR) ** 2))
+    )
 
 
 def share_by_chance(given: list[Example]) -> float:
@@ -142,7 +144,7 @@ def test_examples_of_selected_levels_do_not_exceed_context_length(name: str, len
 
 
 def test_mqar_examples_use_separate_words_for_keys_values_and_filler() -> None:
-    given = examples("mqar", {"filler": 64}, 200)
+    given = task_examples("mqar", {"filler": 64}, 200)
     assert Counter(example.facts["pairs"] for example in given) == dict.fromkeys((2, 4, 8, 16), 50)
     for example in given:
         pairs, words = told_pairs(example), example.prompt.split()
@@ -193,7 +195,7 @@ def test_needle_examples_have_expected_length_and_uniform_depth() -> None:
 
 @pytest.mark.parametrize("name", ["mqar", "needle"])
 def test_evidence_of_task_example_equals_text_that_states_the_answer(name: str) -> None:
-    for example in examples(name, TASKS[name].levels(LENGTH)[1], 40):
+    for example in task_examples(name, TASKS[name].levels(LENGTH)[1], 40):
         assert example.evidence is not None
         told = example.prompt[slice(*example.evidence)]
         answer = example.candidates[example.answer]
@@ -206,7 +208,7 @@ def test_icl_examples_contain_each_rule_in_four_different_orders() -> None:
     chosen = TASKS["icl"]
     level = {"shots": 16}
     assert chosen.number(level) == 200
-    given = examples("icl", level, 200)
+    given = task_examples("icl", level, 200)
     texts = {rule: [e for e in given if e.facts["rule"] == rule] for rule in range(50)}
     for own in texts.values():
         assert len({example.prompt for example in own}) == len(own) == 4
@@ -225,7 +227,7 @@ def test_icl_training_documents_use_the_labels_of_icl_examples() -> None:
     documents = list(TASKS["icl"].documents({"shots": 8}, 100, "training", count))
     labels = {label for pieces in documents for label in pieces[1::2]}
     assert labels == {
-        c for example in examples("icl", {"shots": 8}, 200) for c in example.candidates
+        c for example in task_examples("icl", {"shots": 8}, 200) for c in example.candidates
     }
     for pieces in documents:
         words = "".join(pieces).split()

@@ -26,7 +26,7 @@ LOSSES = ("loss", "norm", "train/balance_loss", "train/z_loss", "train/router_z_
 ALL = Due(statistics=True, probes=True, update=True)
 
 
-def micro_batches(cfg, step, group, groups, end, ignored):
+def group_micro_batches(cfg, step, group, groups, end, ignored):
     """Yield the micro-batches of a group of ranks that share sequences, in the loader's order."""
     micro, count = cfg.micro_batches(dist.get_world_size())
     tokens = global_batch(cfg, step)
@@ -41,13 +41,13 @@ def micro_batches(cfg, step, group, groups, end, ignored):
         yield part[:, :-1].contiguous(), targets
 
 
-def trained(overrides, end, ignored):
+def two_step_results(overrides, end, ignored):
     """Return losses, statistics and gradients (from AdamW's first moments) of two steps."""
     cfg = load_config([*BASE, *SHAPE, "model.init_std=0.2", "optim.clip_norm=1e9", *overrides])
     t = build(cfg, torch.device("cpu"), END if end else None, ignores_targets=ignored)
     values, gradients = [], {}
     for step in range(2):
-        out = train_step(t, micro_batches(cfg, step, *t.group, end, ignored), step, ALL)
+        out = train_step(t, group_micro_batches(cfg, step, *t.group, end, ignored), step, ALL)
         values.append({
             "loss": out.nll.item(), "norm": out.grad_norms.total.item(),
             **{name: value.item() for name, value in out.losses.items()},
@@ -74,15 +74,15 @@ MORE = [
 ]  # fmt: skip
 
 
-def compare(tmp_path, ranks, words, context=2, end=False, ignored=False):
+def assert_ranks_equal_one_process(tmp_path, ranks, words, context=2, end=False, ignored=False):
     """Compare training on `ranks` ranks with training of the same config in one process."""
     of_one = [word for word in words if not word.startswith("parallel.")]
-    one = run_ranks(trained, 1, tmp_path, of_one, end, ignored)[0]
+    one = run_ranks(two_step_results, 1, tmp_path, of_one, end, ignored)[0]
     words = [*words, f"parallel.context={context}"]
-    check(one, run_ranks(trained, ranks, tmp_path, words, end, ignored))
+    assert_results_equal(one, run_ranks(two_step_results, ranks, tmp_path, words, end, ignored))
 
 
-def check(one, several):
+def assert_results_equal(one, several):
     values, gradients = one
     for found, own in several:
         for step, expected in enumerate(values):
@@ -98,7 +98,7 @@ def check(one, several):
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("words", slow_but(MAIN, [*MAIN, *MORE]))
 def test_training_on_slices_matches_training_on_whole_sequences(words, tmp_path):
-    compare(tmp_path, 2, words.split())
+    assert_ranks_equal_one_process(tmp_path, 2, words.split())
 
 
 CASES = {
@@ -123,7 +123,7 @@ CASES = {
 @pytest.mark.parametrize("case", slow_but(["documents and ignored targets", "mixture"], CASES))
 def test_training_on_slices_matches_whole_sequences_with_other_features(case, tmp_path):
     ranks, words, options = CASES[case]
-    compare(tmp_path, ranks, ["attention=diff_v2", *words], **options)
+    assert_ranks_equal_one_process(tmp_path, ranks, ["attention=diff_v2", *words], **options)
 
 
 DEGREES = {  # heads of queries, keys and values of 1.3B models: standard, V1, V2, 1.5x heads

@@ -54,14 +54,14 @@ def own_part(t, inputs, targets):
         yield inputs[first : first + micro], targets[first : first + micro]
 
 
-def config(overrides):
+def masked_config(overrides):
     return load_config([*BASE, "model.init_std=0.2", *overrides])
 
 
 def first_step(overrides, padded):
     """Train one step; return losses and squared gradient norms by name, the target share, and
     statistics and biases of routers by name."""
-    cfg = config(overrides)
+    cfg = masked_config(overrides)
     t = build(cfg, CPU, ignores_targets=True)
     batch = masked_batch(cfg, 0, padded=padded)
     out = train_step(t, own_part(t, *batch), 0, Due(statistics=True))
@@ -72,9 +72,9 @@ def first_step(overrides, padded):
     return {"nll": out.nll.item(), **losses}, squares, out.target_share.item(), routers
 
 
-def reference(overrides, padded):
+def reference_step(overrides, padded):
     """Compute the result of `first_step` in float64, from each sequence without its padding."""
-    cfg = config(overrides)
+    cfg = masked_config(overrides)
     moe = cfg.model.moe
     model = build_model(cfg.model).double()
     inputs, targets = masked_batch(cfg, 0, padded=padded)
@@ -145,7 +145,7 @@ def test_first_step_matches_reference_without_ignored_targets_and_padding(
 ):
     own = ("parallel.", "activation_checkpointing")
     alone = [word for word in overrides if not word.startswith(own)]
-    losses, squares, share, routers = reference(alone, padded)
+    losses, squares, share, routers = reference_step(alone, padded)
     results = run_ranks(first_step, ranks, tmp_path, overrides, padded)
     for found, own_squares, own_share, own_routers in results:
         assert found == pytest.approx(losses, rel=1e-4)
@@ -167,7 +167,7 @@ def test_valid_target_count_does_not_change_training_if_all_targets_are_valid(tm
 
 def steps_without_targets():
     """Return (loss, gradient norm, norm of the parameter change) of a step without targets."""
-    cfg = config(["optim.weight_decay=0"])
+    cfg = masked_config(["optim.weight_decay=0"])
     t = build(cfg, CPU, ignores_targets=True)
     out = train_step(t, own_part(t, *masked_batch(cfg, 0, 1.0)), 0, Due(update=True))
     return out.nll.item(), out.grad_norms.total.item(), out.update_norm.item()
@@ -179,10 +179,10 @@ def test_loss_and_gradients_are_zero_if_all_targets_are_ignored(ranks, tmp_path)
         assert found == (0, 0, 0)
 
 
-def collectives(ignores):
+def reduced_tensors(ignores):
     """Train one step; return dtype and size of all reduced tensors, and the number of batches read
     before the first forward pass."""
-    cfg = config(["micro_batch_size=2"])
+    cfg = masked_config(["micro_batch_size=2"])
     t = build(cfg, CPU, ignores_targets=ignores)
     read, before, reduced = [], [], []
     real, forward = dist.all_reduce, t.model.forward
@@ -207,8 +207,8 @@ def collectives(ignores):
 
 def test_valid_target_count_adds_one_all_reduce_per_training_step(tmp_path):
     for (counting, ahead), (plain, one) in zip(
-        run_ranks(collectives, 2, tmp_path, True),
-        run_ranks(collectives, 2, tmp_path, False),
+        run_ranks(reduced_tensors, 2, tmp_path, True),
+        run_ranks(reduced_tensors, 2, tmp_path, False),
         strict=True,
     ):
         assert counting == [("torch.int64", 2), *plain]

@@ -52,16 +52,16 @@ SPARING = ["micro_batch_size=1", "activation_checkpointing=full"]
 TWO_EXPERTS = ["model.moe.n_experts=2", "model.moe.top_k=1"]  # Fewer experts than ranks.
 
 
-def config(overrides):
+def expert_config(overrides):
     return load_config([*BASE, *MOE, *overrides])
 
 
-def trained(overrides, bias=None):
+def short_run_results(overrides, bias=None):
     """Train a short run; return its results as numbers and arrays.
 
     bias: the initial router bias of every layer, which decides the selected experts.
     """
-    cfg = config(overrides)
+    cfg = expert_config(overrides)
     t = build(cfg, torch.device("cpu"))
     if bias:
         for layer in t.model.layers:
@@ -137,7 +137,7 @@ def assert_own_experts_only(held, cfg, ranks):
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory):
-    (result,) = run_ranks(trained, 1, tmp_path_factory.mktemp("one"), [])
+    (result,) = run_ranks(short_run_results, 1, tmp_path_factory.mktemp("one"), [])
     assert min(result["norms"]) > 2 * CLIP, "nothing is clipped"
     assert abs(result["final"]["norm.weight"] - result["initial"]["norm.weight"]).max() > 1e-3
     return result
@@ -160,12 +160,12 @@ def test_expert_parallel_training_matches_training_in_single_process(
     layout, sparing, one_process, tmp_path
 ):
     ranks, overrides = LAYOUTS[layout]
-    results = run_ranks(trained, ranks, tmp_path, overrides + SPARING * sparing)
+    results = run_ranks(short_run_results, ranks, tmp_path, overrides + SPARING * sparing)
     for result in results:
         assert result["losses"] == results[0]["losses"], "the ranks disagree"
         assert result["norms"] == results[0]["norms"], "the ranks disagree"
         assert result["routers"] == results[0]["routers"], "the ranks disagree"
-        assert_own_experts_only(result["held"], config(overrides), ranks)
+        assert_own_experts_only(result["held"], expert_config(overrides), ranks)
     assert_alike(one_process, results[0])
     for name, value in one_process["initial"].items():
         assert (results[0]["initial"][name] == value).all(), name
@@ -181,10 +181,10 @@ def test_expert_parallel_training_matches_training_in_single_process(
 def test_moe_training_on_four_ranks_matches_training_on_single_rank(
     tmp_path,
 ):
-    (one,) = run_ranks(trained, 1, tmp_path, OTHER_OPTIONS)
+    (one,) = run_ranks(short_run_results, 1, tmp_path, OTHER_OPTIONS)
     ranks, overrides = LAYOUTS["shard2_expert2"]
     more = [*OTHER_OPTIONS, *overrides, *SPARING, "parallel.reduce=last"]
-    assert_alike(one, run_ranks(trained, ranks, tmp_path, more)[0])
+    assert_alike(one, run_ranks(short_run_results, ranks, tmp_path, more)[0])
 
 
 @pytest.mark.slow
@@ -197,8 +197,8 @@ def test_moe_training_on_four_ranks_matches_training_on_single_rank(
     ],
 )
 def test_expert_parameters_are_distributed_evenly_over_all_ranks(ranks, overrides, tmp_path):
-    (one,) = run_ranks(trained, 1, tmp_path, TWO_EXPERTS)
-    results = run_ranks(trained, ranks, tmp_path, [*TWO_EXPERTS, *overrides, *SPARING])
+    (one,) = run_ranks(short_run_results, 1, tmp_path, TWO_EXPERTS)
+    results = run_ranks(short_run_results, ranks, tmp_path, [*TWO_EXPERTS, *overrides, *SPARING])
     assert_alike(one, results[0])
     for name, value in one["initial"].items():
         assert (results[0]["initial"][name] == value).all(), name
@@ -213,10 +213,10 @@ def test_expert_parameters_are_distributed_evenly_over_all_ranks(ranks, override
 def test_expert_parallel_training_is_correct_if_one_rank_receives_no_tokens(layout, tmp_path):
     bias = [-9.0, -9.0, 9.0, 9.0]  # No token selects the first two experts, on the first rank.
     still = ["model.moe.bias_update_rate=0"]
-    (one,) = run_ranks(trained, 1, tmp_path, still, bias)
+    (one,) = run_ranks(short_run_results, 1, tmp_path, still, bias)
     assert one["loads"] == [[0.0, 0.0]] * STEPS
     ranks, overrides = LAYOUTS[layout]
-    result = run_ranks(trained, ranks, tmp_path, [*overrides, *still, *SPARING], bias)[0]
+    result = run_ranks(short_run_results, ranks, tmp_path, [*overrides, *still, *SPARING], bias)[0]
     assert_alike(one, result)
     for name, value in result["gradients"][0].items():
         if ".experts." in name:
@@ -230,12 +230,14 @@ def test_compiled_expert_parallel_training_matches_training_in_single_process(
 ):
     for extra in ([], SPARING, ["activation_checkpointing=selective"]):
         overrides = ["parallel.expert=2", "compile=true", *extra]
-        assert_alike(one_process, run_ranks(trained, 2, tmp_path, overrides)[0], atol=1e-5)
+        assert_alike(
+            one_process, run_ranks(short_run_results, 2, tmp_path, overrides)[0], atol=1e-5
+        )
 
 
 def moved(overrides, source, target):
     """Train three steps, or resume from `source`; save to `target`; return step and all tensors."""
-    cfg = config(overrides)
+    cfg = expert_config(overrides)
     t = build(cfg, torch.device("cpu"))
     if source:
         state = resume(t, source)
@@ -287,7 +289,7 @@ PIECES = SimpleNamespace(eos_id=5, vocab_size=97, encode=lambda _: [1, 5, 2], de
 
 def calls_of_sampling(overrides):
     """Return (tokens, number of model calls); the second rank draws the end of text immediately."""
-    cfg = config(["seq_len=60", "data.sample_prompt=words", *overrides])
+    cfg = expert_config(["seq_len=60", "data.sample_prompt=words", *overrides])
     t = build(cfg, torch.device("cpu"))
     calls = []
     t.model.register_forward_pre_hook(lambda *_: calls.append(1))
@@ -312,11 +314,13 @@ def test_number_of_model_calls_in_text_generation_is_equal_on_all_ranks(tmp_path
 @pytest.mark.parametrize("expert", [3, 16])
 def test_expert_parallel_size_must_divide_number_of_experts(expert):
     with pytest.raises(ConfigError, match=rf"parallel.expert={expert} .* model.moe.n_experts=4"):
-        config([f"parallel.expert={expert}"])
+        expert_config([f"parallel.expert={expert}"])
 
 
 def test_shard_count_must_divide_experts_per_rank_or_matrix_size():
-    cfg = config(["parallel.expert=2", "global_batch_size=20"])  # 2 experts of 48 x 32 per rank.
+    cfg = expert_config(
+        ["parallel.expert=2", "global_batch_size=20"]
+    )  # 2 experts of 48 x 32 per rank.
     cfg.check_world(4)
     message = r"shard=5 must divide .* experts per rank \(2\), .*=32, .*=48"
     with pytest.raises(ConfigError, match=message):

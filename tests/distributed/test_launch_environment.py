@@ -143,7 +143,7 @@ def test_first_host_returns_first_name_of_slurm_node_list(nodes, first):
 
 
 @pytest.fixture
-def server():
+def store_server():
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
@@ -160,15 +160,15 @@ def two_worlds(server: dist.TCPStore) -> list[World]:
     return [World(r, 2, r, dist.PrefixStore("m", s)) for r, s in enumerate(stores(server, 2))]
 
 
-def test_each_launch_uses_a_new_store_prefix_on_all_ranks(server):
+def test_each_launch_uses_a_new_store_prefix_on_all_ranks(store_server):
     """3, 2, 3 and 3 ranks agree in turn through the same store; high ranks arrive first."""
-    server.set("arrived/2", "a rank that died before rank 0 answered")
+    store_server.set("arrived/2", "a rank that died before rank 0 answered")
     names = []
     with ThreadPoolExecutor(3) as pool:
         for size in (3, 2, 3, 3):
             ranks = [
                 pool.submit(agree_on_name, store, rank, size, PATIENCE_S)
-                for rank, store in reversed(list(enumerate(stores(server, size))))
+                for rank, store in reversed(list(enumerate(stores(store_server, size))))
             ]
             met = {rank.result() for rank in ranks}
             assert len(met) == 1
@@ -212,9 +212,9 @@ class NoSignal:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_stop_signal_to_one_rank_stops_all_ranks_before_training(server, first):
+def test_stop_signal_to_one_rank_stops_all_ranks_before_training(store_server, first):
     """Rank 0, whose process hosts the store, waits until late ranks have closed."""
-    worlds = two_worlds(server)
+    worlds = two_worlds(store_server)
     early = Watch(worlds[first], 600, NoSignal())
     with ThreadPoolExecutor(1) as pool:
         leaving = pool.submit(early.blame, StoppedEarly(signal.SIGTERM))
@@ -231,8 +231,8 @@ def test_stop_signal_to_one_rank_stops_all_ranks_before_training(server, first):
         leaving.result(PATIENCE_S)
 
 
-def test_communication_failure_after_stop_signal_raises_stopped_early(server):
-    worlds = two_worlds(server)
+def test_communication_failure_after_stop_signal_raises_stopped_early(store_server):
+    worlds = two_worlds(store_server)
     watch = Watch(worlds[0], 600, NoSignal())
     worlds[1].stop(signal.SIGUSR1)
     with pytest.raises(StoppedEarly) as stop:
@@ -255,13 +255,13 @@ def test_sigint_after_stop_signal_raises_keyboard_interrupt():
         request.close()
 
 
-def test_launch_error_lists_ranks_that_did_not_connect(server):
-    server.set("arrived/2", "from an earlier start")
+def test_launch_error_lists_ranks_that_did_not_connect(store_server):
+    store_server.set("arrived/2", "from an earlier start")
     with ThreadPoolExecutor(1) as pool:
-        one = pool.submit(agree_on_name, *stores(server, 1), 1, 4, PATIENCE_S)
-        wait_until(lambda: server.check(["arrived/1"]), "rank 1")
+        one = pool.submit(agree_on_name, *stores(store_server, 1), 1, 4, PATIENCE_S)
+        wait_until(lambda: store_server.check(["arrived/1"]), "rank 1")
         with pytest.raises(LaunchError, match="timeout=1 seconds; missing ranks: 2, 3"):
-            agree_on_name(server, 0, 4, 1)
+            agree_on_name(store_server, 0, 4, 1)
         one.result()
 
 

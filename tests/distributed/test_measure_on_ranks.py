@@ -41,7 +41,7 @@ class Masked(Stream):
         return np.arange(start, stop) % 3 > 0
 
 
-def measured(overrides, stream=Stream):
+def measured_losses(overrides, stream=Stream):
     """Return the loss sums of each document, with masked documents and without masks."""
     cfg = load_config([*BASE, "model.init_std=0.3", *overrides])
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -60,8 +60,8 @@ def measured(overrides, stream=Stream):
     return found
 
 
-def expected(overrides, masked, predicted=lambda i: True):
-    """Compute the result of `measured` in float64, from separate passes over document pieces."""
+def reference_losses(overrides, masked, predicted=lambda i: True):
+    """Compute the result of `measured_losses` in float64, with one pass per document piece."""
     cfg = load_config([*BASE, "model.init_std=0.3", *overrides])
     model = build_model(cfg.model).double()
     tokens = heldout_text().tolist()
@@ -85,8 +85,8 @@ def expected(overrides, masked, predicted=lambda i: True):
 def test_heldout_document_losses_match_float64_reference(ranks, tmp_path):
     """On 2 ranks FSDP shards the model, and the last batches are padded."""
     overrides = ["attention=diff_v2", "micro_batch_size=2"]
-    reference = [expected(overrides, masked) for masked in (True, False)]
-    for found in run_ranks(measured, ranks, tmp_path, overrides):
+    reference = [reference_losses(overrides, masked) for masked in (True, False)]
+    for found in run_ranks(measured_losses, ranks, tmp_path, overrides):
         for mine, true in zip(found, reference, strict=True):
             assert mine == pytest.approx(true, rel=1e-5)
     assert reference[0] != pytest.approx(reference[1], rel=1e-2), "nothing was masked"
@@ -94,9 +94,11 @@ def test_heldout_document_losses_match_float64_reference(ranks, tmp_path):
 
 def test_document_losses_ignore_tokens_excluded_by_loss_mask(tmp_path):
     overrides = ["micro_batch_size=2"]
-    (found,) = run_ranks(measured, 1, tmp_path, overrides, Masked)
+    (found,) = run_ranks(measured_losses, 1, tmp_path, overrides, Masked)
     for mine, masked in zip(found, (True, False), strict=True):
-        assert mine == pytest.approx(expected(overrides, masked, lambda i: i % 3 > 0), rel=1e-5)
+        assert mine == pytest.approx(
+            reference_losses(overrides, masked, lambda i: i % 3 > 0), rel=1e-5
+        )
 
 
 @pytest.mark.slow
@@ -110,8 +112,8 @@ def test_document_losses_ignore_tokens_excluded_by_loss_mask(tmp_path):
 )
 def test_document_losses_do_not_depend_on_the_mesh(ranks, overrides, tmp_path):
     alone = [word for word in overrides if not word.startswith("parallel.")]
-    (one,) = run_ranks(measured, 1, tmp_path, alone)
-    for found in run_ranks(measured, ranks, tmp_path, overrides):
+    (one,) = run_ranks(measured_losses, 1, tmp_path, alone)
+    for found in run_ranks(measured_losses, ranks, tmp_path, overrides):
         for mine, true in zip(found, one, strict=True):
             assert mine == pytest.approx(true, rel=1e-4)
 
@@ -120,14 +122,14 @@ SIZES = [(3, (1, 1)), (9, (2, 3, 1)), (5, (3, 3)), (1, (2,)), (7, (1, 1, 1)), (9
 """Length of each context, and lengths of its continuations."""
 
 
-def config(*overrides):
+def scoring_config(*overrides):
     return load_config([*BASE, "model.init_std=0.2", *overrides])
 
 
 def answered(overrides):
     """Return the scores of a training model; all ranks take part in every batch."""
     scoring.PASS_TOKENS = 40  # Gives several batches per rank.
-    cfg = config(*overrides)
+    cfg = scoring_config(*overrides)
     t = build(cfg, torch.device("cpu"))
     t.model.eval()
     found = score_batches(t.model, random_questions(SIZES, cfg.model.vocab_size), together=True)
@@ -145,7 +147,7 @@ def answered(overrides):
 def test_task_scores_on_every_rank_equal_scores_of_single_process(ranks, overrides, tmp_path):
     if ranks == 3:
         overrides = (*overrides, "global_batch_size=3", "micro_batch_size=1")
-    cfg = config(*overrides)
+    cfg = scoring_config(*overrides)
     model: Transformer = build_model(cfg.model).eval()
     expected = score(model, random_questions(SIZES, cfg.model.vocab_size))
     for found in run_ranks(answered, ranks, tmp_path, overrides):

@@ -28,13 +28,13 @@ LAYOUT = ["micro_batch_size=2", "activation_checkpointing=full"]
 ALL = Due(statistics=True, probes=True, update=True)
 
 
-def config(variant, *extra):
+def measured_config(variant, *extra):
     return load_config([*BASE, f"attention={variant}", "model.init_std=0.2", *extra])
 
 
-def measured(variant, extra):
+def values_and_graphs(variant, extra):
     """Return {name: value} of the first step, and the number of compiled graphs after each step."""
-    cfg = config(variant, *LAYOUT, *extra)
+    cfg = measured_config(variant, *LAYOUT, *extra)
     t = build(cfg, torch.device("cpu"))
     counters.clear()
     values, graphs = {}, []
@@ -52,9 +52,9 @@ def measured(variant, extra):
     return values, graphs
 
 
-def recomputed(variant):
+def reference_values(variant):
     """Compute the same metrics with a plain model, without the tested code."""
-    cfg = config(variant)
+    cfg = measured_config(variant)
     model = build_model(cfg.model)
     tokens = global_batch(cfg, 0)
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
@@ -195,8 +195,8 @@ def update_norm(model, cfg):
     return math.sqrt(sum((p - old).double().square().sum().item() for p, old in pairs))
 
 
-def check(variant, ranks):
-    expected = recomputed(variant)
+def assert_reference_values(variant, ranks):
+    expected = reference_values(variant)
     for values, _ in ranks:
         assert values.keys() == expected.keys()
         for name, value in expected.items():
@@ -206,15 +206,17 @@ def check(variant, ranks):
 
 @pytest.mark.parametrize("variant", slow_but(["diff_v2"], VARIANTS))
 def test_training_metrics_on_two_ranks_match_single_process_reference(variant, tmp_path):
-    check(variant, run_ranks(measured, 2, tmp_path, variant, ["compile=false"]))
+    assert_reference_values(
+        variant, run_ranks(values_and_graphs, 2, tmp_path, variant, ["compile=false"])
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_compiled_training_metrics_match_single_process_reference(variant, tmp_path):
     """`fullgraph=True` raises at a graph break."""
-    ranks = run_ranks(measured, 2, tmp_path, variant, ["compile=true"])
-    check(variant, ranks)
+    ranks = run_ranks(values_and_graphs, 2, tmp_path, variant, ["compile=true"])
+    assert_reference_values(variant, ranks)
     for _, graphs in ranks:
         assert graphs[1] > graphs[0] > 0
         assert graphs[2:] == graphs[1:2] * 5, "compiled again"

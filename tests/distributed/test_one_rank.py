@@ -25,7 +25,7 @@ BASE = [
 CPU = torch.device("cpu")
 
 
-def training(*overrides):
+def training_on_one_rank(*overrides):
     return build(load_config([*BASE, *overrides]), CPU)
 
 
@@ -82,7 +82,9 @@ def test_training_step_on_one_rank_copies_each_parameter_at_most_once(
 ):
     words = [f"precision={precision}", f"micro_batch_size={micro}"]
     with gloo_group():
-        t = training(*words, f"activation_checkpointing={checkpointing}", "attention=diff_v1")
+        t = training_on_one_rank(
+            *words, f"activation_checkpointing={checkpointing}", "attention=diff_v1"
+        )
         train_step(t, batches(t), 0)
         known = {**t.params, **{f"copy of {n}": p for n, p in t.model.named_parameters()}}
         with Watcher(known) as watcher:
@@ -97,7 +99,7 @@ def test_training_step_on_one_rank_copies_each_parameter_at_most_once(
 @pytest.mark.parametrize("micro", [8, 2, 1])
 def test_single_rank_training_accumulates_bf16_gradients_in_float32(micro):
     with gloo_group():
-        t = training("precision=bf16", f"micro_batch_size={micro}")
+        t = training_on_one_rank("precision=bf16", f"micro_batch_size={micro}")
         # The chunked loss accumulates the gradient of output.weight itself.
         vocabulary = ("output.weight", "tok_embeddings.weight")
         known = {n: p for n, p in t.params.items() if p.ndim > 1 and n not in vocabulary}
@@ -111,7 +113,7 @@ def test_single_rank_training_accumulates_bf16_gradients_in_float32(micro):
 
 def test_accumulated_gradients_equal_float32_sum_of_micro_batch_gradients():
     with gloo_group():
-        t = training("precision=bf16", "micro_batch_size=2")
+        t = training_on_one_rank("precision=bf16", "micro_batch_size=2")
         pairs = list(batches(t))
         single = []
         for inputs, targets in pairs:
@@ -132,7 +134,7 @@ def test_accumulated_gradients_equal_float32_sum_of_micro_batch_gradients():
 
 def test_training_step_updates_bf16_copies_of_parameters():
     with gloo_group():
-        t = training("precision=bf16", "optim.lr=1e-2")
+        t = training_on_one_rank("precision=bf16", "optim.lr=1e-2")
         before = {name: p.clone() for name, p in t.model.named_parameters()}
         train_step(t, batches(t), 0)
     for name, copy in t.model.named_parameters():
@@ -142,7 +144,7 @@ def test_training_step_updates_bf16_copies_of_parameters():
 
 def test_gate_and_up_matrices_of_experts_are_updated_separately():
     with gloo_group():
-        t = training("precision=bf16", "model=moe_tiny", "model.dim=64")
+        t = training_on_one_rank("precision=bf16", "model=moe_tiny", "model.dim=64")
         experts = t.model.layers[-1].ffn.experts
         both = experts.w1.untyped_storage()
         assert both.data_ptr() == experts.w3.untyped_storage().data_ptr()

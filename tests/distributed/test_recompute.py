@@ -23,11 +23,11 @@ POLICIES = ("none", "selective", "full")
 LAYERS = 4
 
 
-def training(*words):
+def recomputed_training(*words):
     return build(load_config([*BASE, f"model.n_layers={LAYERS}", *words]), CPU)
 
 
-def batches(t):
+def endless_batches(t):
     generator = torch.Generator().manual_seed(0)
     shape = (t.cfg.micro_batches(1)[0], t.cfg.seq_len + 1)
     while True:
@@ -55,10 +55,10 @@ class Kernels(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def step(policy, *words):
+def gradients_and_kernels(policy, *words):
     """Return the gradients of one step, its loss, and the numbers of kernel calls."""
     with gloo_group():
-        t = training(f"activation_checkpointing={policy}", *words)
+        t = recomputed_training(f"activation_checkpointing={policy}", *words)
         grads = {}
 
         def see(*_):
@@ -66,7 +66,7 @@ def step(policy, *words):
 
         t.optimizer.register_step_pre_hook(see)
         with Kernels() as kernels:
-            train_step(t, batches(t), 0)
+            train_step(t, endless_batches(t), 0)
         forward = sum(n for name, n in kernels.calls.items() if "backward" not in name)
         backward = sum(n for name, n in kernels.calls.items() if "backward" in name)
         return grads, forward, backward
@@ -85,7 +85,9 @@ CASES = {
 def test_policies_have_equal_gradients_and_only_full_repeats_attention_kernels(case):
     grads, forward, backward = {}, {}, {}
     for policy in POLICIES:
-        grads[policy], forward[policy], backward[policy] = step(policy, *CASES[case])
+        grads[policy], forward[policy], backward[policy] = gradients_and_kernels(
+            policy, *CASES[case]
+        )
     assert set(backward.values()) == {backward["none"]}
     assert backward["none"] >= LAYERS
     assert forward["selective"] == forward["none"] == backward["none"]
@@ -119,8 +121,10 @@ def test_each_kind_of_checkpoint_has_equal_gradients_and_expected_kernel_calls(p
 def kept_with(policy):
     """Return the bytes that a forward pass keeps, from the events of torch's allocator."""
     with gloo_group():
-        t = training(f"activation_checkpointing={policy}", "attention=diff_v2", "seq_len=512")
-        x, y = next(batches(t))
+        t = recomputed_training(
+            f"activation_checkpointing={policy}", "attention=diff_v2", "seq_len=512"
+        )
+        x, y = next(endless_batches(t))
         t.model(x, y)  # allocates buffers that later passes reuse
         profiler, _ = allocations(lambda: t.model(x, y))
         return kept_bytes(profiler)

@@ -31,13 +31,13 @@ def made_maps(length=6, heads=2, differential=True):
     return LayerMaps({"map 1": one, "map 2": two, "difference": difference}, {"lambda": lam})
 
 
-def names(length):
+def token_names(length):
     return [f"t{i}" for i in range(length)]
 
 
 def test_attention_map_figure_shows_all_weights_except_future_keys():
     layer = made_maps()
-    fig = draw(layer, [1], names(6), "")
+    fig = draw(layer, [1], token_names(6), "")
     drawn = [axes.images[0].get_array() for axes in fig.axes[:3]]
     future = np.triu(np.ones((6, 6), dtype=bool), 1)
     for image, weights in zip(drawn, layer.maps.values(), strict=True):
@@ -47,7 +47,7 @@ def test_attention_map_figure_shows_all_weights_except_future_keys():
 
 def test_attention_map_figure_uses_one_symmetric_colour_scale():
     layer = made_maps(length=40)
-    fig = draw(layer, [0, 1], names(40), "")
+    fig = draw(layer, [0, 1], token_names(40), "")
     images = [axes.images[0] for axes in fig.axes if axes.images][:6]
     limit = images[0].norm.vmax
     for image in images:
@@ -63,7 +63,7 @@ def test_attention_map_figure_uses_one_symmetric_colour_scale():
 
 
 @pytest.fixture
-def make_run(tmp_path):
+def make_short_run(tmp_path):
     """Return a function that creates a run with untrained weights."""
 
     def make(variant="diff_v2"):
@@ -83,8 +83,8 @@ def png_size(path: Path):
     "variant",
     slow_but(["diff_v1"], ["gated", "diff_v1", "diff_v2_unshared_kv"]),
 )
-def test_attention_map_command_writes_figure_and_prints_table(make_run, output_of, variant):
-    run = make_run(variant)
+def test_attention_map_command_writes_figure_and_prints_table(make_short_run, output_of, variant):
+    run = make_short_run(variant)
     out = output_of("attention-map", f"run={run}", "prompt=def f(x):\n", "layer=1")
     *_, path_line = out.splitlines()
     (figure,) = run.glob("attention-map-layer01-def-f-x-*.png")
@@ -96,8 +96,8 @@ def test_attention_map_command_writes_figure_and_prints_table(make_run, output_o
     assert [row[0] for row in rows] == [str(h) for h in range(2 if variant == "diff_v1" else 4)]
 
 
-def test_attention_map_table_equals_statistics_of_attention_maps(make_run, output_of):
-    run = make_run()
+def test_attention_map_table_equals_statistics_of_attention_maps(make_short_run, output_of):
+    run = make_short_run()
     out = output_of("attention-map", f"run={run}", "prompt=return x[3]", "layer=0")
     ids = Tokenizer.from_file(run / "tokenizer.model").encode("return x[3]")
     layer = layer_maps(load_model(run)[0], torch.tensor([ids]), 0)
@@ -118,8 +118,8 @@ def test_attention_map_table_equals_statistics_of_attention_maps(make_run, outpu
 
 
 @pytest.mark.slow
-def test_attention_map_command_writes_figure_of_single_head(make_run, output_of, tmp_path):
-    run = make_run()
+def test_attention_map_command_writes_figure_of_single_head(make_short_run, output_of, tmp_path):
+    run = make_short_run()
     words = ("attention-map", f"run={run}", "prompt=x")
     assert "head 2" in output_of(*words, "head=2")
     (figure,) = run.glob("attention-map-layer01-head02-x-*.png")  # The default layer is the last.
@@ -146,8 +146,10 @@ def test_attention_map_command_writes_figure_of_single_head(make_run, output_of,
         (["prompt=x", "out=/dev/null/a.png"], ["out=/dev/null/a.png"]),
     ],
 )
-def test_attention_map_command_prints_error_for_invalid_argument(make_run, error_of, words, named):
-    run = make_run()
+def test_attention_map_command_prints_error_for_invalid_argument(
+    make_short_run, error_of, words, named
+):
+    run = make_short_run()
     before = sorted(run.rglob("*"))
     error = error_of("attention-map", f"run={run}", *words)
     for part in named:
@@ -155,8 +157,8 @@ def test_attention_map_command_prints_error_for_invalid_argument(make_run, error
     assert sorted(run.rglob("*")) == before
 
 
-def test_attention_map_command_fails_if_attention_is_not_finite(make_run, error_of):
-    run = make_run()
+def test_attention_map_command_fails_if_attention_is_not_finite(make_short_run, error_of):
+    run = make_short_run()
     model, _ = load_model(run)
     tensors = {name: param.detach() for name, param in model.named_parameters()}
     tensors["layers.1.attention.wq.weight"].fill_(float("nan"))

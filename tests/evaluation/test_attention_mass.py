@@ -138,30 +138,33 @@ def test_attention_mass_matches_hand_calculation():
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory) -> Tokenizer:
+def loaded_tokenizer(tmp_path_factory) -> Tokenizer:
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
     path.write_bytes(small_tokenizer())
     return Tokenizer.from_file(path)
 
 
-def test_tokens_at_evidence_borders_are_classified_as_evidence(tokenizer):
+def test_tokens_at_evidence_borders_are_classified_as_evidence(loaded_tokenizer):
     prompt = "def abcd(x):\n    return 12, 日本 def return\n# return abcd +"
-    pieces = [tokenizer.piece(token).replace("\u2581", " ") for token in tokenizer.encode(prompt)]
+    pieces = [
+        loaded_tokenizer.piece(token).replace("\u2581", " ")
+        for token in loaded_tokenizer.encode(prompt)
+    ]
     sizes = [1 if re.match("<0x..>", piece) else len(piece.encode()) for piece in pieces]
     ends = np.cumsum(sizes)
     assert ends[-1] == len(prompt.encode())
     for text in ("abcd", "bc", " 12", "12", "日", "本 def", "return\n", "# return", "def"):
         start = prompt.index(text)
         example = Example(prompt, (" 1", " 2"), 0, evidence=(start, start + len(text)))
-        question = spelt_question(example, tokenizer)
+        question = spelt_question(example, loaded_tokenizer)
         first, last = (len(prompt[:i].encode()) for i in example.evidence)
         overlaps = (ends > first) & (ends - sizes < last)
         expected = [2, *(1 - overlaps)][: len(question.context)]
-        assert kinds_of(example, question, tokenizer) == expected, text
+        assert kinds_of(example, question, loaded_tokenizer) == expected, text
     for evidence in ((3, 3), (-1, 4), (0, len(prompt) + 1)):
         example = Example(prompt, (" 1", " 2"), 0, evidence=evidence)
         with pytest.raises(ConfigError, match=r"an example has evidence=\("):
-            kinds_of(example, spelt_question(example, tokenizer), tokenizer)
+            kinds_of(example, spelt_question(example, loaded_tokenizer), loaded_tokenizer)
 
 
 def line(heads, **facts):

@@ -27,19 +27,19 @@ FAST = ["tasks=[mqar,icl]", "limit=8"]
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> bytes:
+def tokenizer_bytes() -> bytes:
     return small_tokenizer()
 
 
 @pytest.fixture
-def run(tmp_path: Path, tokenizer: bytes) -> Path:
-    return write_weights(tmp_path / "run", tokenizer, "seq_len=256")
+def untrained_run(tmp_path: Path, tokenizer_bytes: bytes) -> Path:
+    return write_weights(tmp_path / "run", tokenizer_bytes, "seq_len=256")
 
 
 def test_evaluate_command_prints_accuracy_as_json_or_table(
-    run: Path, output_of: Callable[..., str]
+    untrained_run: Path, output_of: Callable[..., str]
 ) -> None:
-    said = json.loads(output_of("evaluate", f"run={run}", *FAST, "--json"))
+    said = json.loads(output_of("evaluate", f"run={untrained_run}", *FAST, "--json"))
     assert list(said) == ["mqar", "icl"]
     for result in said.values():
         assert result["unit"] == "share of right answers"
@@ -51,17 +51,17 @@ def test_evaluate_command_prints_accuracy_as_json_or_table(
         assert sum(score["examples"] for score in result["scores"]) <= 8
     assert set(said["mqar"]["scores"][0]["by_pairs"]) == {"2", "4", "8", "16"}
     assert set(said["icl"]["scores"][0]["by_order"]) <= {"0", "1", "2", "3"}
-    table = output_of("evaluate", f"run={run}", *FAST)
+    table = output_of("evaluate", f"run={untrained_run}", *FAST)
     for text in ("step-00000000\n", "share of right answers", "filler 0", "shots 4"):
         assert text in table
 
 
 def test_evaluate_command_reuses_stored_result_if_settings_are_unchanged(
-    run: Path, output_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    untrained_run: Path, output_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["evaluate", f"run={run}", *FAST, "--json"]
+    words = ["evaluate", f"run={untrained_run}", *FAST, "--json"]
     first = output_of(*words)
-    directory = run / "evaluation" / "step-00000000"
+    directory = untrained_run / "evaluation" / "step-00000000"
     assert sorted(path.name for path in directory.iterdir()) == ["icl.jsonl", "mqar.jsonl"]
     head, *lines = read_jsonl(directory / "mqar.jsonl")
     assert head["key"]["evaluation"] == "mqar"
@@ -95,14 +95,14 @@ def test_evaluate_command_reuses_stored_result_if_settings_are_unchanged(
 
 @pytest.mark.slow
 def test_evaluate_command_compares_sweep_variants_with_baseline(
-    tmp_path: Path, tokenizer: bytes, output_of: Callable[..., str]
+    tmp_path: Path, tokenizer_bytes: bytes, output_of: Callable[..., str]
 ) -> None:
     sweep = tmp_path / "sweep"
     names = [f"{variant}-seed{seed}" for variant in ("diff_v2", "standard") for seed in (0, 1)]
     for name in names:
         variant, seed = name.split("-seed")
         words = ["seq_len=320", f"attention={variant}", f"seed={seed}"]
-        write_weights(sweep / name, tokenizer, *words)
+        write_weights(sweep / name, tokenizer_bytes, *words)
     words = ["evaluate", f"run={sweep}", *FAST]
     said = json.loads(output_of(*words, "--json"))
     assert list(said) == [str(sweep / name) for name in names]
@@ -132,12 +132,12 @@ def test_evaluate_command_compares_sweep_variants_with_baseline(
 
 def test_evaluate_command_skips_task_that_exceeds_the_context_length(
     tmp_path: Path,
-    tokenizer: bytes,
+    tokenizer_bytes: bytes,
     capsys: pytest.CaptureFixture[str],
     error_of: Callable[..., str],
 ) -> None:
     runs = tmp_path / "runs"
-    short = write_weights(runs / "short", tokenizer, "seq_len=16")
+    short = write_weights(runs / "short", tokenizer_bytes, "seq_len=16")
     own = write_jsonl(tmp_path / "own.jsonl", [{"prompt": "a b", "answer": " c"}])
     why = r"the task mqar needs \d+ tokens, but the model reads 15"
     line = f"{why}; skipped for {short}\n"
@@ -148,7 +148,7 @@ def test_evaluate_command_skips_task_that_exceeds_the_context_length(
         assert re.fullmatch(line, said.err.splitlines(keepends=True)[-1])
     error = error_of("evaluate", f"run={runs}", "tasks=[mqar,needle]")
     assert re.fullmatch(f"error: {why}; the task needle needs .*", error)
-    write_weights(runs / "long", tokenizer, "seq_len=256")
+    write_weights(runs / "long", tokenizer_bytes, "seq_len=256")
     assert main(["evaluate", f"run={runs}", "tasks=[mqar]", "limit=8"]) == 0
     said = capsys.readouterr()
     assert re.fullmatch(line, said.err.splitlines(keepends=True)[-1])
@@ -164,15 +164,16 @@ def test_evaluate_help_names_every_suite(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_evaluate_command_skips_only_needle_task_if_seq_len_is_256(
-    run: Path, capsys: pytest.CaptureFixture[str]
+    untrained_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["evaluate", f"run={run}", "limit=4", "--json"]) == 0
+    assert main(["evaluate", f"run={untrained_run}", "limit=4", "--json"]) == 0
     said = capsys.readouterr()
     results = json.loads(said.out)
     assert list(results) == [name for name in suite.SUITES["claims"] if name != "needle"]
     assert all(result["scores"] for result in results.values())
     assert (
-        f"the task needle needs more tokens, but the model reads 255; skipped for {run}" in said.err
+        f"the task needle needs more tokens, but the model reads 255; skipped for {untrained_run}"
+        in said.err
     )
 
 
@@ -189,18 +190,27 @@ def test_accuracy_interval_depends_on_number_of_independent_clusters() -> None:
 
 @torch.no_grad()
 def test_evaluate_command_prints_error_for_invalid_argument(
-    run: Path, tmp_path: Path, tokenizer: bytes, error_of: Callable[..., str]
+    untrained_run: Path, tmp_path: Path, tokenizer_bytes: bytes, error_of: Callable[..., str]
 ) -> None:
-    short = write_weights(tmp_path / "short", tokenizer, "seq_len=16")
+    short = write_weights(tmp_path / "short", tokenizer_bytes, "seq_len=16")
     (tmp_path / "empty").mkdir()
     for words, said in (
-        ([f"run={run}", "tasks=[nedle]"], "tasks: nedle must be one of"),
-        ([f"run={run}", "suite=lm_eval"], "suite=lm_eval was removed: use diffllm export"),
-        ([f"run={run}", "every=true", "step=7"], "step=7 cannot be combined with every=true"),
-        ([f"run={run}", "step=5"], "has no checkpoint of step 5"),
+        ([f"run={untrained_run}", "tasks=[nedle]"], "tasks: nedle must be one of"),
+        (
+            [f"run={untrained_run}", "suite=lm_eval"],
+            "suite=lm_eval was removed: use diffllm export",
+        ),
+        (
+            [f"run={untrained_run}", "every=true", "step=7"],
+            "step=7 cannot be combined with every=true",
+        ),
+        ([f"run={untrained_run}", "step=5"], "has no checkpoint of step 5"),
         ([f"run={tmp_path / 'empty'}"], "is not a run directory"),
         ([f"run={short}", "tasks=[mqar]"], "the task mqar needs"),
-        ([f"run={run}", "tasks=[phonebook]"], "tasks: phonebook was removed; use needle, mqar"),
+        (
+            [f"run={untrained_run}", "tasks=[phonebook]"],
+            "tasks: phonebook was removed; use needle, mqar",
+        ),
     ):
         error = error_of("evaluate", *words)
         assert said in error
@@ -222,27 +232,36 @@ class Copied(Task):
 
 
 def test_evaluate_command_runs_task_from_plugin_file(
-    run: Path, tmp_path: Path, output_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    untrained_run: Path,
+    tmp_path: Path,
+    output_of: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "copied_task.py").write_text(OWN, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(TASKS, "copied", TASKS["mqar"])  # monkeypatch removes the task at the end.
     monkeypatch.delitem(TASKS, "copied")
-    words = ["evaluate", f"run={run}", "plugins=[copied_task]", "tasks=[copied]", "limit=6"]
+    words = [
+        "evaluate",
+        f"run={untrained_run}",
+        "plugins=[copied_task]",
+        "tasks=[copied]",
+        "limit=6",
+    ]
     (score,) = json.loads(output_of(*words, "--json"))["copied"]["scores"]
     assert (score["level"], score["examples"]) == ({"letters": 3}, 6)
     assert score["chance"] == pytest.approx(1 / 3)
 
 
 def test_evaluate_command_runs_task_from_examples_file(
-    run: Path, tmp_path: Path, output_of: Callable[..., str]
+    untrained_run: Path, tmp_path: Path, output_of: Callable[..., str]
 ) -> None:
     choice = {"answer": " c", "candidates": [" c", " d"]}
     lines = [{"prompt": f"a b{i}", **choice} for i in range(60)]
     lines.append({"prompt": "a b", "answer": " c", "level": {"kind": "open"}})
     lines.append({"prompt": "a b " * 200, **choice})  # too long
     own = write_jsonl(tmp_path / "own.ndjson", lines)
-    words = ["evaluate", f"run={run}", f"tasks=[{own}]", "--json"]
+    words = ["evaluate", f"run={untrained_run}", f"tasks=[{own}]", "--json"]
     first, second = json.loads(output_of(*words))["own"]["scores"]
     assert (first["of"], first["examples"], first["chance"]) == ("", 60, 0.5)
     assert (second["of"], second["examples"], second["chance"]) == ("kind open", 1, 0)
@@ -251,17 +270,17 @@ def test_evaluate_command_runs_task_from_examples_file(
 
 
 def test_evaluate_command_refuses_two_examples_files_of_one_name(
-    run: Path, tmp_path: Path, output_of: Callable[..., str], error_of: Callable[..., str]
+    untrained_run: Path, tmp_path: Path, output_of: Callable[..., str], error_of: Callable[..., str]
 ) -> None:
     example = {"prompt": "a", "answer": " b", "candidates": [" b", " c"]}
     for folder in ("arc", "piqa"):
         (tmp_path / folder).mkdir()
     arc = write_jsonl(tmp_path / "arc" / "test.jsonl", [example])
     piqa = write_jsonl(tmp_path / "piqa" / "test.jsonl", [example, example])
-    words = ["evaluate", f"run={run}", "--json"]
+    words = ["evaluate", f"run={untrained_run}", "--json"]
     error = error_of(*words, f"tasks=[{arc},{piqa}]")
     assert error.startswith(f"error: tasks: {arc} and {piqa} have the same name test,")
-    assert not (run / "evaluation").exists()
+    assert not (untrained_run / "evaluation").exists()
     link = tmp_path / "piqa.jsonl"
     link.symlink_to(piqa)
     again = arc.parent / ".." / "arc" / "test.jsonl"
@@ -269,7 +288,7 @@ def test_evaluate_command_refuses_two_examples_files_of_one_name(
     counts = {name: result["scores"][0]["examples"] for name, result in results.items()}
     assert counts == {"test": 1, "piqa": 2}
     # Stored results of one file are not overwritten by those of another.
-    stored = run / "evaluation" / "step-00000000" / "test.jsonl"
+    stored = untrained_run / "evaluation" / "step-00000000" / "test.jsonl"
     before = stored.read_bytes()
     error = error_of(*words, f"tasks=[mqar,{piqa}]", "limit=4")
     assert error.startswith(f"error: tasks: {piqa} has the name of {arc}, whose results would be")
@@ -285,13 +304,13 @@ def test_evaluate_command_refuses_two_examples_files_of_one_name(
 
 
 def test_evaluate_command_reads_examples_file_with_byte_order_mark(
-    run: Path, tmp_path: Path, output_of: Callable[..., str]
+    untrained_run: Path, tmp_path: Path, output_of: Callable[..., str]
 ) -> None:
     own = write_jsonl(tmp_path / "own.jsonl", [{"prompt": "a b", "answer": " c"}])
     outputs = []
     for mark in (b"", codecs.BOM_UTF8):
         own.write_bytes(mark + own.read_bytes())
-        outputs.append(output_of("evaluate", f"run={run}", f"tasks=[{own}]", "--json"))
+        outputs.append(output_of("evaluate", f"run={untrained_run}", f"tasks=[{own}]", "--json"))
     assert outputs[0] == outputs[1]
 
 
@@ -305,17 +324,17 @@ def test_evaluate_command_reads_examples_file_with_byte_order_mark(
     ],
 )
 def test_error_of_invalid_examples_file_contains_line_number(
-    run: Path, tmp_path: Path, error_of: Callable[..., str], line: Any, said: str
+    untrained_run: Path, tmp_path: Path, error_of: Callable[..., str], line: Any, said: str
 ) -> None:
     own = write_jsonl(tmp_path / "own.jsonl", [{"prompt": "a", "answer": "b"}, line])
-    error = error_of("evaluate", f"run={run}", f"tasks=[{own}]")
+    error = error_of("evaluate", f"run={untrained_run}", f"tasks=[{own}]")
     assert error.startswith(f"error: tasks: {own}, {said}")
 
 
 def test_evaluate_command_refuses_invalid_task_and_level_arguments(
-    run: Path, tmp_path: Path, output_of: Callable[..., str], error_of: Callable[..., str]
+    untrained_run: Path, tmp_path: Path, output_of: Callable[..., str], error_of: Callable[..., str]
 ) -> None:
-    words = ["evaluate", f"run={run}", "tasks=[mqar]", "--json"]
+    words = ["evaluate", f"run={untrained_run}", "tasks=[mqar]", "--json"]
     (score,) = json.loads(output_of(*words, "level={filler: 6}"))["mqar"]["scores"]
     assert (score["of"], score["examples"]) == ("filler 6", 50)
     scores = json.loads(output_of(*words, "level={filler: [4, 6]}", "limit=8"))["mqar"]["scores"]
@@ -340,17 +359,17 @@ def test_evaluate_command_refuses_invalid_task_and_level_arguments(
         ([f"tasks=[{mqar}]"], f"tasks: {mqar} has the name of the task mqar"),
         ([f"tasks=[{mass}]"], f"tasks: {mass} has the name of the task attention_mass_mqar"),
     ):
-        error = error_of("evaluate", f"run={run}", *more)
+        error = error_of("evaluate", f"run={untrained_run}", *more)
         assert error.startswith(f"error: {said}"), error
 
 
 def test_evaluate_command_fails_if_tokenizer_cannot_encode_answers(
     tmp_path: Path,
-    tokenizer: bytes,
+    tokenizer_bytes: bytes,
     error_of: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run = write_weights(tmp_path / "run", tokenizer, "seq_len=2048")
+    run = write_weights(tmp_path / "run", tokenizer_bytes, "seq_len=2048")
     decode = Tokenizer.decode
     monkeypatch.setattr(Tokenizer, "decode", lambda *of: decode(*of).replace("7", "\ufffd"))
     error = error_of("evaluate", f"run={run}", "tasks=[needle]")
@@ -361,9 +380,9 @@ def test_evaluate_command_fails_if_tokenizer_cannot_encode_answers(
 
 @pytest.mark.parametrize(("limit", "asked"), [(1, [1]), (4, [2, 1, 1]), (None, [50, 50, 50])])
 def test_evaluate_command_divides_example_limit_between_task_levels(
-    run: Path, limit: int | None, asked: list[int]
+    untrained_run: Path, limit: int | None, asked: list[int]
 ) -> None:
     wanted = EvaluationOptions(limit=limit, levels={"mqar": TASKS["mqar"].levels(128)[:3]})
-    tokenizer = Tokenizer.from_file(run / "tokenizer.model")
+    tokenizer = Tokenizer.from_file(untrained_run / "tokenizer.model")
     numbers = Answers(TASKS["mqar"]).examples(wanted, tokenizer, 10_000)["examples"]
     assert [number for number in numbers if number] == asked

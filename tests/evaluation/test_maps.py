@@ -20,7 +20,7 @@ VARIANTS = sorted(path.stem for path in (config_directory() / "attention").glob(
 HEADS, KV_HEADS, LENGTH = 4, 2, 9
 
 
-def tokens(rows=2):
+def token_batch(rows=2):
     return torch.randint(0, 64, (rows, LENGTH))
 
 
@@ -53,7 +53,7 @@ def test_effective_attention_map_reproduces_attention_output(variant):
 
 
 def test_attention_maps_are_causal_and_have_expected_row_sums(variant):
-    layer = layer_maps(float64_model(f"attention={variant}"), tokens(), layer=1)
+    layer = layer_maps(float64_model(f"attention={variant}"), token_batch(), layer=1)
     names = ["map 1", "map 2", "difference"] if variant.startswith("diff") else ["map"]
     assert list(layer.maps) == names
     heads = {"diff_v1": HEADS // 2, "standard_1p5x": HEADS * 3 // 2, "standard_2x": 2 * HEADS}
@@ -74,12 +74,12 @@ def test_attention_maps_are_causal_and_have_expected_row_sums(variant):
 
 def test_each_row_of_clamped_diff_v1_map_sums_to_0_or_1():
     model = float64_model("attention=diff_v1_clamped")
-    whole = layer_maps(model, tokens(), layer=1).effective.sum(-1)
+    whole = layer_maps(model, token_batch(), layer=1).effective.sum(-1)
     torch.testing.assert_close(whole, torch.ones_like(whole), rtol=0, atol=1e-12)
     with torch.no_grad():
         for name in ("lambda_q1", "lambda_k1"):
             getattr(model.layers[1].attention, name).fill_(0.4)  # Lambda > 1: row 0 is negative.
-    sums = layer_maps(model, tokens(), layer=1).effective.sum(-1)
+    sums = layer_maps(model, token_batch(), layer=1).effective.sum(-1)
     assert not sums[..., 0].any()
     assert ((sums - 1).abs() < 1e-12).any()
     assert ((sums == 0) | ((sums - 1).abs() < 1e-12)).all()
@@ -88,7 +88,7 @@ def test_each_row_of_clamped_diff_v1_map_sums_to_0_or_1():
 @torch.no_grad()
 def test_difference_map_matches_definition_of_differential_attention():
     for variant in ("diff_v1", "diff_v2", "diff_v2_no_sigmoid", "diff_v2_lambda_fixed"):
-        layer = layer_maps(float64_model(f"attention={variant}"), tokens(), layer=0)
+        layer = layer_maps(float64_model(f"attention={variant}"), token_batch(), layer=0)
         lam = layer.by_query["lambda"].unsqueeze(-1)
         expected = layer.maps["map 1"] - lam * layer.maps["map 2"]
         torch.testing.assert_close(layer.maps["difference"], expected, rtol=0, atol=1e-12)
@@ -97,7 +97,7 @@ def test_difference_map_matches_definition_of_differential_attention():
 @torch.no_grad()
 @pytest.mark.parametrize("index", slow_but([1], [0, 1, 2]))
 def test_layer_maps_function_matches_maps_of_recorded_layer_input(variant, index):
-    model, ids, read = float64_model(f"attention={variant}", "model.n_layers=3"), tokens(), []
+    model, ids, read = float64_model(f"attention={variant}", "model.n_layers=3"), token_batch(), []
     hook = model.layers[index].attention.register_forward_pre_hook(
         lambda module, args: read.append(args[0])
     )

@@ -18,27 +18,30 @@ NAMES = ["position", "outliers", "quantise"]
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def measured_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("measures")
     made(directory / "run", *data_words(directory), "seq_len=64", "attention=diff_v2")
     return directory / "run"
 
 
-def copied(run: Path, to: Path) -> Path:
+def run_without_results(run: Path, to: Path) -> Path:
     """Copy a run without its results."""
     shutil.copytree(run, to, ignore=shutil.ignore_patterns("evaluation"))
     return to
 
 
 def test_repeated_evaluate_command_prints_stored_results(
-    run: Path, output_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    measured_run: Path,
+    output_of: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    run = copied(run, tmp_path / "run")
-    words = ["evaluate", f"run={run}", "suite=checkpoint", "limit=9", "--json"]
+    measured_run = run_without_results(measured_run, tmp_path / "run")
+    words = ["evaluate", f"run={measured_run}", "suite=checkpoint", "limit=9", "--json"]
     first = output_of(*words)
     said = json.loads(first)
     assert list(said) == NAMES
-    directory = run / "evaluation" / "step-00000000"
+    directory = measured_run / "evaluation" / "step-00000000"
     for name, number in {"position": 9, "outliers": 2, "quantise": 16 * 9}.items():
         head, *lines = read_jsonl(directory / f"{name}.jsonl")
         assert head["key"]["evaluation"] == name
@@ -48,19 +51,19 @@ def test_repeated_evaluate_command_prints_stored_results(
     for name in NAMES:
         monkeypatch.setattr(type(EVALUATIONS[name]), "lines", lambda *_: pytest.fail("made again"))
     assert output_of(*words) == first
-    table = output_of("evaluate", f"run={run}", "tasks=[position,outliers]", "limit=9")
+    table = output_of("evaluate", f"run={measured_run}", "tasks=[position,outliers]", "limit=9")
     expected = ("nats per token", "position 4-7", "distance none", "span repeated", "hidden top_1")
     for text in expected:
         assert text in table
 
 
 def test_outliers_evaluation_matches_outliers_command(
-    run: Path, output_of: Callable[..., str]
+    measured_run: Path, output_of: Callable[..., str]
 ) -> None:
-    told = json.loads(output_of("outliers", f"run={run}", f"tokens={5 * 64}", "--json"))
-    output = output_of("evaluate", f"run={run}", "tasks=[outliers]", "limit=5", "--json")
+    told = json.loads(output_of("outliers", f"run={measured_run}", f"tokens={5 * 64}", "--json"))
+    output = output_of("evaluate", f"run={measured_run}", "tasks=[outliers]", "limit=5", "--json")
     scores = {s["of"]: s for s in json.loads(output)["outliers"]["scores"]}
-    kept = run / "evaluation" / "step-00000000" / "outliers.jsonl"
+    kept = measured_run / "evaluation" / "step-00000000" / "outliers.jsonl"
     _, *lines = read_jsonl(kept)
     about = {"sequences": told["sequences"], "tokens": told["tokens"]}
     assert lines == [layer | about for layer in told["layers"]]
@@ -82,7 +85,7 @@ def test_outliers_evaluation_matches_outliers_command(
 
 
 def test_evaluate_command_requires_original_corpus_for_new_results(
-    run: Path,
+    measured_run: Path,
     tmp_path: Path,
     output_of: Callable[..., str],
     error_of: Callable[..., str],
@@ -96,7 +99,7 @@ def test_evaluate_command_requires_original_corpus_for_new_results(
     assert output_of("evaluate", own, "tasks=[outliers]", "limit=2", "--json") == first
     for name in NAMES:
         assert "corpus.jsonl" in error_of("evaluate", own, f"tasks=[{name}]", "limit=1")
-    other = copied(run, tmp_path / "other")
+    other = run_without_results(measured_run, tmp_path / "other")
     facts = read_json(other / "run.json")
     write_json(other / "run.json", facts | {"corpus": "0" * 64})
     for name in NAMES:
@@ -105,9 +108,9 @@ def test_evaluate_command_requires_original_corpus_for_new_results(
 
 
 def test_evaluation_of_diverged_model_prints_single_error_line(
-    run: Path, tmp_path: Path, error_of: Callable[..., str]
+    measured_run: Path, tmp_path: Path, error_of: Callable[..., str]
 ) -> None:
-    own = copied(run, tmp_path / "run")
+    own = run_without_results(measured_run, tmp_path / "run")
     model, _ = load_model(own)
     tensors = {name: p.detach() for name, p in model.named_parameters()}
     tensors["layers.1.ffn.w2.weight"][0, 0] = torch.nan

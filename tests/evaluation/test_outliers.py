@@ -19,7 +19,7 @@ T, EOS = 24, 3
 VARIANTS = ["standard", "gated", "diff_v1", "diff_v2", "diff_v2_unshared_kv", "standard_sink"]
 
 
-def sizes(values):
+def spread_of(values):
     """Return the statistics of a Spread, computed from all values at once."""
     x = np.asarray(values, dtype=np.float64).ravel()
     down = np.sort(np.abs(x))[::-1]
@@ -31,7 +31,7 @@ def sizes(values):
     return top | percentiles | moments
 
 
-def close(found, expected, rel):
+def assert_spread_near(found, expected, rel):
     """Compare statistics of a Spread, whose percentiles have the precision of histogram bins."""
     assert found.keys() >= expected.keys()
     for name, value in expected.items():
@@ -46,7 +46,7 @@ def test_outlier_statistics_match_reference_if_values_are_added_in_parts():
     whole = Spread()
     for piece in np.split(values, [1, 7, 2000]):
         whole.add(torch.from_numpy(piece).view(-1, 1))
-    close(whole.numbers(), sizes(values), 1e-9)
+    assert_spread_near(whole.numbers(), spread_of(values), 1e-9)
     assert whole.numbers()["top_1"] == 400.0
 
 
@@ -62,7 +62,7 @@ def test_undefined_outlier_statistics_of_five_equal_values_equal_none():
     assert few.numbers()["p99"] == few.numbers()["rms"] == 0
 
 
-def explicit(model, tokens, documents):
+def reference_statistics(model, tokens, documents):
     """Return the statistics of every layer of a float64 model, from whole attention maps."""
     x = model.tok_embeddings(tokens)
     if documents is None:
@@ -132,15 +132,15 @@ def test_outlier_statistics_of_layers_match_float64_reference(variant, masked, m
     rows = [tokens[i : i + 1] for i in range(3)]
     parts = [Documents.of(row, EOS) if masked else None for row in rows]
     found = measure_outliers(model, map(HeldoutSequence, rows, rows, parts))
-    expected = explicit(model.double(), tokens, documents)
+    expected = reference_statistics(model.double(), tokens, documents)
     for layer, own in zip(found, expected, strict=True):
-        close(layer["hidden"], sizes(own["hidden"]), 1e-4)
+        assert_spread_near(layer["hidden"], spread_of(own["hidden"]), 1e-4)
         kurtosis = stats.kurtosis(own["hidden"].numpy(), axis=-1, fisher=False).mean()
         assert layer["hidden"]["kurtosis_over_channels"] == pytest.approx(kurtosis, rel=1e-4)
         assert layer["hidden"]["top_1_channel"] == own["hidden"].abs().amax((0, 1)).argmax()
         assert layer["logits"].keys() == own["logits"].keys()
         for name, logits in own["logits"].items():
-            close(layer["logits"][name], sizes(logits), 1e-4)
+            assert_spread_near(layer["logits"][name], spread_of(logits), 1e-4)
         assert layer["sinks"].keys() == own["sinks"].keys()
         for name, sink in own["sinks"].items():
             told = {what: value.item() for what, value in sink.items()}

@@ -29,7 +29,7 @@ def bin_of(number: int) -> str:
     return next(f"{low}-{high}" for low, high in ends if low <= number <= high)
 
 
-def by_definition(text: list[int], losses: list[float], predicted: list[bool]) -> Bins:
+def bins_by_definition(text: list[int], losses: list[float], predicted: list[bool]) -> Bins:
     """Sum a document's losses by position, distance and span, one target at a time."""
     found: Bins = {"all": {}, "position": {}, "distance": {}, "span": {}}
     for i, token in enumerate(text):
@@ -58,7 +58,7 @@ def test_loss_sums_of_position_evaluation_match_reference() -> None:
         losses = [rng.random() for _ in text]
         for share in (0.0, 0.3):
             predicted = [rng.random() >= share for _ in text]
-            assert sums(text, losses, predicted) == by_definition(text, losses, predicted)
+            assert sums(text, losses, predicted) == bins_by_definition(text, losses, predicted)
 
 
 def test_position_evaluation_separates_first_and_repeated_spans() -> None:
@@ -75,7 +75,7 @@ def test_position_evaluation_separates_first_and_repeated_spans() -> None:
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["whole", "masked"])
-def measured(
+def subject_and_data(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Subject, TokenData]:
     directory = tmp_path_factory.mktemp("position")
@@ -84,7 +84,9 @@ def measured(
     return subject_of(directory / "run"), data
 
 
-def lines_of(subject: Subject, limit: int | None = None, seq_len: int | None = None) -> list[Line]:
+def position_lines(
+    subject: Subject, limit: int | None = None, seq_len: int | None = None
+) -> list[Line]:
     return POSITION.lines(
         subject, POSITION.settings(subject, EvaluationOptions(limit=limit, seq_len=seq_len))
     )
@@ -94,16 +96,16 @@ def lines_of(subject: Subject, limit: int | None = None, seq_len: int | None = N
 @pytest.mark.parametrize("seq_len", [None, 16, 100])
 @torch.no_grad()
 def test_batched_position_evaluation_matches_float64_reference(
-    measured: tuple[Subject, TokenData], seq_len: int | None
+    subject_and_data: tuple[Subject, TokenData], seq_len: int | None
 ) -> None:
-    subject, data = measured
+    subject, data = subject_and_data
     stream, eos_id = data.split("heldout"), data.manifest.eos_id
     every = heldout_documents(stream, eos_id)
     assert max(every.lengths) > 48 > 20 > min(every.lengths), "some are cut"
-    lines = lines_of(subject, seq_len=seq_len)
+    lines = position_lines(subject, seq_len=seq_len)
     assert subject.model.cfg.seq_len == subject.model.rope.seq_len == 48
     assert [line["start"] for line in lines] == every.starts.tolist()
-    for line in lines_of(
+    for line in position_lines(
         subject, limit=5, seq_len=seq_len
     ):  # A batch with different documents and padding.
         (same,) = (each for each in lines if each["start"] == line["start"])
@@ -118,7 +120,7 @@ def test_batched_position_evaluation_matches_float64_reference(
             logits = torch.cat((exact(torch.tensor([[eos_id]]))[0], exact(torch.tensor([text]))[0]))
         logs = logits.log_softmax(-1)
         losses = [-logs[i, token].item() for i, token in enumerate(text)]
-        expected = by_definition(text, losses, [True] * len(text))
+        expected = bins_by_definition(text, losses, [True] * len(text))
         assert line.keys() == {"start", *expected}
         for kind, bins in expected.items():
             assert line[kind].keys() == bins.keys()
@@ -127,9 +129,9 @@ def test_batched_position_evaluation_matches_float64_reference(
 
 
 def test_position_score_equals_mean_loss_of_tokens_in_bin(
-    measured: tuple[Subject, TokenData],
+    subject_and_data: tuple[Subject, TokenData],
 ) -> None:
-    subject, _ = measured
+    subject, _ = subject_and_data
     settings = POSITION.settings(subject, EvaluationOptions())
     lines = POSITION.lines(subject, settings)
     scores = {score.of: score for score in POSITION.scores(settings, lines)}
@@ -171,7 +173,7 @@ def test_position_evaluation_ignores_tokens_outside_loss_mask(tmp_path: Path) ->
     _, data = made(tmp_path / "run", *words, *more)
     stream = data.split("heldout")
     assert stream.masked
-    lines = lines_of(subject_of(tmp_path / "run"))
+    lines = position_lines(subject_of(tmp_path / "run"))
     chosen = heldout_documents(stream, data.manifest.eos_id, most=200)
     for line, size in zip(lines, chosen.lengths.tolist(), strict=True):
         start = line["start"]

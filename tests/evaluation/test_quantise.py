@@ -38,7 +38,7 @@ def of_group(values: list[np.float32], bits: int) -> list[np.float32]:
     return found
 
 
-def reference(x: Tensor, bits: int, by_row: bool, groups: int = 1) -> Tensor:
+def rounded_by_reference(x: Tensor, bits: int, by_row: bool, groups: int = 1) -> Tensor:
     """Round x, with rows along the last dimension; `groups` equal parts have separate scales."""
     flat = x.detach().numpy().reshape(-1, x.shape[-1] if by_row else x.numel() // groups)
     rows = [of_group(list(row), bits) for row in flat]
@@ -63,7 +63,7 @@ def test_quantised_tensor_matches_reference(bits: int, by_row: bool) -> None:
     x[4] = 1e-45  # The scale is 0 in float32.
     dims: Any = -1 if by_row else (-2, -1)
     found = rounded(x, bits, dims)
-    assert same_bits(found, reference(x, bits, by_row))
+    assert same_bits(found, rounded_by_reference(x, bits, by_row))
     if by_row:
         assert found[3, :6].tolist() == [most, 0, 0, 2, -2, most - 1]
         assert not found[0].any()
@@ -74,8 +74,8 @@ def test_quantised_tensor_matches_reference(bits: int, by_row: bool) -> None:
 
 def test_quantisation_uses_separate_scale_for_each_expert() -> None:
     x = torch.randn(3, 5, 16) * torch.tensor([1.0, 10.0, 100.0]).view(3, 1, 1)
-    assert same_bits(rounded(x, 4, (-2, -1)), reference(x, 4, by_row=False, groups=3))
-    assert same_bits(rounded(x, 4, -1), reference(x, 4, by_row=True))
+    assert same_bits(rounded(x, 4, (-2, -1)), rounded_by_reference(x, 4, by_row=False, groups=3))
+    assert same_bits(rounded(x, 4, -1), rounded_by_reference(x, 4, by_row=True))
 
 
 def built(*words: str) -> Transformer:
@@ -105,7 +105,9 @@ def test_temporary_quantisation_rounds_only_block_weight_matrices(
         for name, value in model.state_dict().items():
             matrix = value.ndim > 1 and not PLAIN & set(name.split("."))
             groups = len(value) if value.ndim == 3 else 1
-            expected = reference(before[name], 4, by_row, groups) if matrix else before[name]
+            expected = (
+                rounded_by_reference(before[name], 4, by_row, groups) if matrix else before[name]
+            )
             assert same_bits(value, expected), name
     with pytest.raises(ValueError, match="positions"), quantised(model, BOTH, BOTH):
         model(torch.zeros(1, 25, dtype=torch.int64))  # longer than seq_len
@@ -124,7 +126,7 @@ class Rounded(nn.Module):
         self.layer, self.by_row = layer, by_row
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(reference(x, 4, self.by_row))
+        return self.layer(rounded_by_reference(x, 4, self.by_row))
 
 
 @torch.no_grad()
@@ -153,18 +155,18 @@ def test_activation_quantisation_rounds_expert_inputs_per_token() -> None:
     with quantised(model, activations=BOTH):
         found = experts(x, weights, counts)
     owner = [0, 0, 2, 2, 2, 3]
-    near = reference(x, 4, by_row=True)
+    near = rounded_by_reference(x, 4, by_row=True)
     for row, weight, expert, own in zip(near, weights, owner, found, strict=True):
         gate = experts.w1[expert] @ row
         up = experts.w3[expert] @ row
         hidden = gate / (1 + torch.exp(-gate)) * up * weight
         assert torch.allclose(
-            own, experts.w2[expert] @ reference(hidden[None], 4, True)[0], atol=1e-5
+            own, experts.w2[expert] @ rounded_by_reference(hidden[None], 4, True)[0], atol=1e-5
         )
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Subject:
+def quantised_subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
     directory = tmp_path_factory.mktemp("quantise")
     made(directory / "run", *data_words(directory), "seq_len=128", "attention=diff_v2")
     return subject_of(directory / "run")
@@ -173,25 +175,27 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Subject:
 @pytest.mark.fast_cases(1)
 @torch.no_grad()
 def test_losses_of_quantise_evaluation_match_reference(
-    measured: Subject,
+    quantised_subject: Subject,
 ) -> None:
-    before = {name: value.clone() for name, value in measured.model.state_dict().items()}
-    settings = QUANTISE.settings(measured, EvaluationOptions(limit=9))
+    before = {name: value.clone() for name, value in quantised_subject.model.state_dict().items()}
+    settings = QUANTISE.settings(quantised_subject, EvaluationOptions(limit=9))
     assert settings["sequences"] == 9
-    lines = QUANTISE.lines(measured, settings)
-    for name, value in measured.model.state_dict().items():
+    lines = QUANTISE.lines(quantised_subject, settings)
+    for name, value in quantised_subject.model.state_dict().items():
         assert same_bits(value, before[name]), name
-    tokens = prepare(measured.cfg.data).split("heldout").tokens(0, 9 * 128 + 1).astype("int64")
+    tokens = (
+        prepare(quantised_subject.cfg.data).split("heldout").tokens(0, 9 * 128 + 1).astype("int64")
+    )
     losses = {}
     for arm, bits, by_row in (
         ("unquantised", 0, False),
         ("weights 6 per channel", 6, True),
         ("weights 4 per tensor", 4, False),
     ):
-        exact = copy.deepcopy(measured.model)
+        exact = copy.deepcopy(quantised_subject.model)
         for name, param in exact.named_parameters():
             if bits and param.ndim == 2 and not PLAIN & set(name.split(".")):
-                param.copy_(reference(param, bits, by_row))
+                param.copy_(rounded_by_reference(param, bits, by_row))
         exact.double()
         own = [line for line in lines if line["arm"] == arm]
         assert [line["sequence"] for line in own] == list(range(9))

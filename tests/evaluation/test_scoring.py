@@ -24,7 +24,7 @@ def scored_model(variant: str) -> Transformer:
 
 
 @torch.no_grad()
-def alone(model: Transformer, question: Question) -> list[float]:
+def unbatched_scores(model: Transformer, question: Question) -> list[float]:
     """Score one text at a time, without a cache."""
     found = []
     for continuation in question.continuations:
@@ -62,7 +62,7 @@ def test_batched_answer_scores_match_scores_of_single_sequences(
     greedy = 0
     for question, scores in zip(asked, found, strict=True):
         values = [one.log_likelihood for one in scores]
-        assert values == pytest.approx(alone(model, question), abs=1e-5)
+        assert values == pytest.approx(unbatched_scores(model, question), abs=1e-5)
         for one, ids in zip(scores, question.continuations, strict=True):
             assert one.greedy == (generated(model, question.context, len(ids)) == ids)
             greedy += one.greedy
@@ -130,4 +130,4 @@ def test_scoring_computes_common_prefix_of_questions_only_once(
     assert sum(length >= 50 for length in read) == 2
     for question, scores in zip(asked, found, strict=True):
         values = [one.log_likelihood for one in scores]
-        assert values == pytest.approx(alone(model, question), abs=1e-5)
+        assert values == pytest.approx(unbatched_scores(model, question), abs=1e-5)

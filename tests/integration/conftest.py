@@ -89,7 +89,7 @@ def killed_run(finished_run: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def disk_of_24_mb(tmp_path: Path) -> Iterator[Path]:
     """Mount a disk of 24 MB, slightly more than three checkpoints."""
     with disks.small_disk(tmp_path / "disk", "24m") as disk:
         yield disk

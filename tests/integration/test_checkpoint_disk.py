@@ -91,8 +91,8 @@ def test_run_ends_with_error_if_last_checkpoint_cannot_be_saved(corpus, tmp_path
     assert steps(run)[-1] == LAST
 
 
-def test_training_continues_if_checkpoint_save_fails_on_full_disk(corpus, small_disk):
-    run, filler = small_disk / "run", small_disk / "filler"
+def test_training_continues_if_checkpoint_save_fails_on_full_disk(corpus, disk_of_24_mb):
+    run, filler = disk_of_24_mb / "run", disk_of_24_mb / "filler"
     gates = [Gate(run, 6), Gate(run, 16)]
     process = start(corpus, run, *WORDS)
     process.wait_for(lambda: steps(run), "first checkpoint")
@@ -102,7 +102,7 @@ def test_training_continues_if_checkpoint_save_fails_on_full_disk(corpus, small_
 
         def full() -> bool:
             """Leave less space than a checkpoint needs, even if files were deleted meanwhile."""
-            disk = os.statvfs(small_disk)
+            disk = os.statvfs(disk_of_24_mb)
             spare = disk.f_bavail * disk.f_frsize - 3_000_000
             if spare > 0:
                 with contextlib.suppress(OSError):  # a save filled the disk first

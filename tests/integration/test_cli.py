@@ -30,7 +30,7 @@ TORCHRUN = [
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 
 
-def assert_complete(run: Path) -> None:
+def assert_run_complete(run: Path) -> None:
     assert [line["step"] for line in metrics(run)][-1] == 4
     assert read_json(run / "summary.json")["steps"] == 4
     assert (run / "config.yaml").is_file()
@@ -47,7 +47,7 @@ def assert_complete(run: Path) -> None:
 def test_train_command_changes_no_file_of_finished_run(
     shared_directory, finished_run, tiny, environment
 ):
-    assert_complete(finished_run)
+    assert_run_complete(finished_run)
     before = snapshot(shared_directory)
     words = [*tiny, "attention=standard", "run.name=finished"]
     again = train(words, shared_directory, environment)
@@ -89,7 +89,7 @@ def test_run_without_name_gets_new_directory(tmp_path, tiny, environment, finish
     assert result.err == "", "stderr must be empty with a prepared corpus"
     (run,) = (tmp_path / "outputs").iterdir()
     assert re.fullmatch(r"tiny-gated-\d{8}-\d{6}", run.name)
-    assert_complete(run)
+    assert_run_complete(run)
     assert f"outputs/{run.name}" in result.out.splitlines()[0]
     for name, choice in read_json(run / "run.json")["choices"].items():
         line = rf"^  {name.replace('_', ' ')} +{re.escape(str(choice['value']))} \("
@@ -171,14 +171,14 @@ def test_repeated_prepare_command_reuses_tokens(tmp_path, tiny, environment):
 
 
 @pytest.fixture(scope="module")
-def swept(tmp_path_factory, tiny, environment, finished_run):
+def swept_variants(tmp_path_factory, tiny, environment, finished_run):
     cwd = tmp_path_factory.mktemp("sweep")
     words = ["-m", f"attention={','.join(SWEPT)}", *tiny]
     return cwd, train(words, cwd, environment)
 
 
-def test_sweep_writes_one_run_directory_per_variant(swept):
-    cwd, result = swept
+def test_sweep_writes_one_run_directory_per_variant(swept_variants):
+    cwd, result = swept_variants
     assert result.code == 0, result.err
     assert list(cwd.iterdir()) == [cwd / "outputs"]
     (directory,) = (cwd / "outputs").iterdir()
@@ -186,7 +186,7 @@ def test_sweep_writes_one_run_directory_per_variant(swept):
     runs = [path for path in directory.iterdir() if path.is_dir()]
     assert sorted(run.name for run in runs) == sorted(SWEPT)
     for run in runs:
-        assert_complete(run)
+        assert_run_complete(run)
         summary = read_json(run / "summary.json")
         assert summary["variant"] == run.name
         loss = rf"held-out loss {summary['heldout_loss']:.4f}, \d\.\d{{3}} bits per byte"
@@ -196,8 +196,8 @@ def test_sweep_writes_one_run_directory_per_variant(swept):
     assert result.err == ""
 
 
-def test_log_file_of_run_in_sweep_contains_terminal_output(swept):
-    (directory,) = (swept[0] / "outputs").iterdir()
+def test_log_file_of_run_in_sweep_contains_terminal_output(swept_variants):
+    (directory,) = (swept_variants[0] / "outputs").iterdir()
     text = (directory / "standard.log").read_text(encoding="utf-8")
     assert re.match(r"\d{4}-\d\d-\d\d .*run.name=standard\n", text)
     assert re.search(r"^step 4/4  loss ", text, re.M)
@@ -219,5 +219,5 @@ def test_command_on_two_ranks_prints_each_message_only_once(tmp_path, tiny, envi
     result = command([*words, *swept], tmp_path, environment)
     assert result.code == 0, result.err
     for variant in ("diff_v2", "standard"):
-        assert_complete(tmp_path / "outputs" / "pair" / variant)
+        assert_run_complete(tmp_path / "outputs" / "pair" / variant)
         assert len(re.findall(rf"^outputs/pair/{variant} +held-out loss", result.out, re.M)) == 1

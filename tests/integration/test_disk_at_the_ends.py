@@ -29,11 +29,11 @@ def fill(disk: Path, pages: int) -> Path:
     ("pages", "ranks"),
     slow_but([(0, 1)], [(p, ranks) for p in range(8) for ranks in (1, 2)]),
 )
-def test_resume_on_full_disk_fails_without_data_loss(corpus, small_disk, pages, ranks):
-    run = small_disk / "run"
+def test_resume_on_full_disk_fails_without_data_loss(corpus, disk_of_24_mb, pages, ranks):
+    run = disk_of_24_mb / "run"
     start(corpus, run, *WORDS, ranks=ranks).stop_at(Gate(run, 4))
     before = (run / "metrics.jsonl").read_bytes()
-    filler = fill(small_disk, pages)
+    filler = fill(disk_of_24_mb, pages)
     again = start(corpus, run, *WORDS, ranks=ranks)
     assert set(again.codes()) == {2}, again.text()
     the_error(again.text())
@@ -45,12 +45,12 @@ def test_resume_on_full_disk_fails_without_data_loss(corpus, small_disk, pages, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_resume_completes_heldout_evaluation_that_failed_on_full_disk(corpus, small_disk, ranks):
-    run = small_disk / "run"
+def test_resume_completes_heldout_evaluation_that_failed_on_full_disk(corpus, disk_of_24_mb, ranks):
+    run = disk_of_24_mb / "run"
     gate = Gate(run, "heldout")
     process = start(corpus, run, *WORDS, ranks=ranks)
     process.wait_for(gate.reached, "the held-out documents")
-    filler = fill(small_disk, 0)
+    filler = fill(disk_of_24_mb, 0)
     gate.open()
     codes = process.codes()
     assert codes[0] == 2, process.text()
@@ -61,14 +61,14 @@ def test_resume_completes_heldout_evaluation_that_failed_on_full_disk(corpus, sm
     assert (run / "summary.json").exists()
 
 
-def test_sweep_on_full_disk_leaves_no_file(small_disk, environment, tiny):
-    filler = fill(small_disk, 0)
+def test_sweep_on_full_disk_leaves_no_file(disk_of_24_mb, environment, tiny):
+    filler = fill(disk_of_24_mb, 0)
     words = ["-m", *tiny, "seed=0,1", "run.sweep=full"]
-    ended = train(words, small_disk, environment)
+    ended = train(words, disk_of_24_mb, environment)
     assert ended.code == 2, ended
     the_error(ended.err)
     filler.unlink()
-    assert list(small_disk.iterdir()) == []
+    assert list(disk_of_24_mb.iterdir()) == []
 
 
 @pytest.mark.parametrize("ranks", slow_but([1], [1, 2]))

@@ -27,7 +27,7 @@ DIVERGES = ["optim.lr=100", "optim.clip_norm=0", "train.skip_step=off"]
 SHAPES = ["diff_v1", "moe", "2 ranks"]
 
 
-def run(shape: str, steps: int, corpus: Path, path: Path) -> str:
+def diverging_output(shape: str, steps: int, corpus: Path, path: Path) -> str:
     model = ["model=moe_tiny", "model.vocab_size=512"] if shape == "moe" else []
     attention = ["attention=diff_v1"] if shape == "diff_v1" else []
     words = [*DIVERGES, *model, *attention, f"steps={steps}", "run.report=true"]
@@ -38,7 +38,7 @@ def run(shape: str, steps: int, corpus: Path, path: Path) -> str:
 @pytest.mark.parametrize("shape", slow_but(["moe"], SHAPES))
 def test_summary_marks_run_as_diverged_if_heldout_loss_is_not_finite(corpus, shape, tmp_path):
     path = tmp_path / "run"
-    output = run(shape, 8, corpus, path)
+    output = diverging_output(shape, 8, corpus, path)
     assert "held-out loss not finite: the run diverged" in output
     assert "not written" not in output
     summary = strict_json((path / "summary.json").read_text(encoding="utf-8"))
@@ -55,7 +55,7 @@ def test_summary_marks_run_as_diverged_if_heldout_loss_is_not_finite(corpus, sha
     assert all(event.value is event.height is None for event in spikes)
     assert (end.kind, end.step, end.detail) == ("diverged", 8, "no finite held-out loss")
     assert summary["sample"]
-    assert "is finished: 8 steps, the run diverged" in run(shape, 8, corpus, path)
+    assert "is finished: 8 steps, the run diverged" in diverging_output(shape, 8, corpus, path)
 
 
 @pytest.mark.slow
@@ -63,15 +63,15 @@ def test_sweep_and_report_commands_print_name_of_diverged_run(tmp_path, environm
     words = ["-m", *tiny, "optim.lr=1e-3,100", *DIVERGES[1:], "run.sweep=rates", "steps=6"]
     swept = train(words, tmp_path, environment)
     assert swept.code == 0, swept
-    assert lines(swept, "diverged: no finite held-out loss") == ["outputs/rates/lr100.0"]
-    assert lines(swept, "  held-out loss ") == ["outputs/rates/lr0.001"]
+    assert runs_with_text(swept, "diverged: no finite held-out loss") == ["outputs/rates/lr100.0"]
+    assert runs_with_text(swept, "  held-out loss ") == ["outputs/rates/lr0.001"]
     reported = tool(["report", "outputs/rates", "out=page"], tmp_path, environment)
     assert reported.code == 0, reported
     assert "1 of 1 seeds diverged" in reported.out
     assert "outputs/rates/lr100.0 diverged: its held-out loss is not finite" in reported.out
 
 
-def lines(result: Result, text: str) -> list[str]:
+def runs_with_text(result: Result, text: str) -> list[str]:
     found = [line for line in result.out.splitlines() if text in line]
     return [line.split()[0] for line in found if line.startswith("outputs/")]
 

@@ -21,7 +21,7 @@ STEPS = 6
 
 
 @pytest.fixture
-def begun(tmp_path: Path) -> tuple[Path, Path]:
+def corpus_and_run(tmp_path: Path) -> tuple[Path, Path]:
     corpus, run = prepared_corpus(tmp_path), tmp_path / "run"
     start(corpus, run, f"steps={STEPS}", "eval.interval=100").finish()
     return corpus, run
@@ -44,9 +44,9 @@ def assert_resume_requires_allow_changes(corpus: Path, run: Path, *changed: str)
 
 @pytest.mark.fast_cases(1)
 def test_resume_with_edited_corpus_requires_allow_changes(
-    begun: tuple[Path, Path], tmp_path: Path
+    corpus_and_run: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    corpus, run = begun
+    corpus, run = corpus_and_run
     lines = corpus.read_text(encoding="utf-8").splitlines(keepends=True)
     corpus.write_text(
         "".join([*lines[:9], lines[9].replace("the end", "no end"), *lines[10:]]), encoding="utf-8"
@@ -93,10 +93,10 @@ def test_run_of_version_that_read_all_kinds_needs_cached_tokens(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_resume_requires_allow_changes_if_prepared_tokens_were_changed(
-    begun: tuple[Path, Path],
+    corpus_and_run: tuple[Path, Path],
 ) -> None:
     """Another version of the tokenizer library could give different tokens for equal text."""
-    corpus, run = begun
+    corpus, run = corpus_and_run
     data = prepare(load_config(overrides_of(corpus, run)).data)
     split = data.manifest.splits["train"]
     (shard,) = split.shards

@@ -47,20 +47,20 @@ def spiky(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     fault, gate = Fault("scramble", 0, SPIKES[0]), Gate(run, 42)
     first = ForkedRun(words, directory=run, fault=fault)
     first.kill_at(gate, run / "checkpoints" / "step-00000030")
-    assert steps_of(run, "loss_spike") == [27, 37]
+    assert event_steps(run, "loss_spike") == [27, 37]
     words += ["global_batch_size=4", "run.allow_changes=[global_batch_size]"]
     ForkedRun(words, directory=run, fault=fault).finish()
     return run
 
 
-def steps_of(run: Path, kind: str) -> list[int]:
+def event_steps(run: Path, kind: str) -> list[int]:
     """Return the steps of the events of a kind, of the detrended definition if they are spikes."""
     definitions = (None, "spikes_detrended")
     return [e.step for e in read_events(run) if e.kind == kind and e.definition in definitions]
 
 
 def test_planted_spikes_at_unlogged_steps_are_events_once_after_kill_and_resume(spiky):
-    assert steps_of(spiky, "loss_spike") == [*SPIKES]
+    assert event_steps(spiky, "loss_spike") == [*SPIKES]
     (restart,) = (event for event in read_events(spiky) if event.kind == "restart")
     assert (restart.step, restart.tokens) == (30, 30 * 8 * SEQ_LEN)
     rows = np.load(spiky / "steps.npy")
@@ -94,19 +94,19 @@ def text_by_hash(corpus: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def listed(spiky: Path, environment: dict[str, str]) -> list[dict]:
+def listed_events(spiky: Path, environment: dict[str, str]) -> list[dict]:
     """Return the value that the command prints with the text of all events."""
     done = tool(["events", f"run={spiky}", "show=text", "json=true"], spiky, environment)
     assert done.code == 0, done
     return json.loads(done.out)
 
 
-def test_text_of_each_event_is_text_of_the_trained_samples(corpus, spiky, listed):
+def test_text_of_each_event_is_text_of_the_trained_samples(corpus, spiky, listed_events):
     """The recorded samples of a step are those of its last execution."""
     texts, trained = text_by_hash(corpus), trained_on(spiky)
     documents = texts_of(corpus)
-    assert {event["step"] for event in listed if event["batch"]} == {*SPIKES}
-    for event in listed:
+    assert {event["step"] for event in listed_events if event["batch"]} == {*SPIKES}
+    for event in listed_events:
         if not event["batch"]:
             assert event["text"] == []
             continue
@@ -118,11 +118,13 @@ def test_text_of_each_event_is_text_of_the_trained_samples(corpus, spiky, listed
                 assert any(part in document for document in documents), part
 
 
-def test_printed_text_is_cut_unless_full_text_is_chosen(spiky, environment, listed, tmp_path):
+def test_printed_text_is_cut_unless_full_text_is_chosen(
+    spiky, environment, listed_events, tmp_path
+):
     words = ["events", f"run={spiky}", "step=27", "kind=loss_spike"]
     done = tool([*words, "show=full"], tmp_path, environment)
     assert done.code == 0, done
-    (text, *_) = (event["text"] for event in listed if event["step"] == 27)
+    (text, *_) = (event["text"] for event in listed_events if event["step"] == 27)
     for sample in text:
         assert f"corpus, sequence {sample['sequence']} ---" in done.out
         assert all(part.strip() in done.out for part in sample["documents"])

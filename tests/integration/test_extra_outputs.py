@@ -37,7 +37,7 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def written(path: Path) -> dict[str, dict[int, float]]:
+def metrics_by_name(path: Path) -> dict[str, dict[int, float]]:
     """Return the values in metrics.jsonl by name and step."""
     found: defaultdict[str, dict[int, float]] = defaultdict(dict)
     for line in read_jsonl(path / "metrics.jsonl"):
@@ -47,7 +47,7 @@ def written(path: Path) -> dict[str, dict[int, float]]:
     return found
 
 
-def shown(path: Path) -> dict[str, dict[int, float]]:
+def tensorboard_scalars(path: Path) -> dict[str, dict[int, float]]:
     """Return the values that TensorBoard shows, by name and step."""
     events = EventAccumulator(str(path / "tensorboard"), purge_orphaned_data=True)
     events.Reload()
@@ -86,10 +86,12 @@ def test_tensorboard_and_profile_files_have_expected_content(corpus, tmp_path, c
 
     unfinish(path, 6)
     run(load_config(words))
-    expected = {name: values for name, values in written(path).items() if name not in COST_AXES}
+    expected = {
+        name: values for name, values in metrics_by_name(path).items() if name not in COST_AXES
+    }
     expected["train/skipped"] = dict.fromkeys(range(1, 7), 0.0)
-    assert shown(path).keys() == expected.keys()
-    for name, values in shown(path).items():
+    assert tensorboard_scalars(path).keys() == expected.keys()
+    for name, values in tensorboard_scalars(path).items():
         assert values == pytest.approx(expected[name], rel=1e-6, nan_ok=True), name
     charts = charts_of(path)
     assert [*charts][:5] == ["Loss", "Stability", "Outliers", "Attention", "Speed"]
@@ -124,10 +126,10 @@ def test_spike_at_unlogged_step_is_at_its_step_in_all_outputs(corpus, tmp_path, 
     words += ["wandb.mode=offline", "metrics.tensorboard=true"]
     run(load_config(overrides_of(corpus, path, *words)))
 
-    assert spike not in written(path)["train/loss"]
+    assert spike not in metrics_by_name(path)["train/loss"]
     rows = read_steps(path / "steps.npy")
     assert rows["step"].tolist() == list(range(1, 61))
-    tensorboard, wandb = shown(path), OfflineRun(path)
+    tensorboard, wandb = tensorboard_scalars(path), OfflineRun(path)
     curves = run_curves(load_run(path)).curves
     for name in ("train/loss", "train/grad_norm"):
         assert rows["step"][rows[name].argmax()] == spike

@@ -30,7 +30,7 @@ SPEED = ("seconds", "tokens_per_s")
 
 
 @pytest.fixture(scope="module")
-def straight(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def heldout_run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("straight") / "run"
     finish(corpus, run, *WORDS)
     return run
@@ -40,20 +40,20 @@ def data_of(corpus: Path) -> TokenData:
     return prepare(load_config(overrides_of(corpus, corpus.parent / "none")).data)
 
 
-def summary_of(run: Path) -> dict:
+def summary_without_speed(run: Path) -> dict:
     summary = read_json(run / "summary.json")
     return {key: value for key, value in summary.items() if key not in SPEED}
 
 
-def test_finished_run_has_loss_of_every_heldout_document(corpus, straight):
+def test_finished_run_has_loss_of_every_heldout_document(corpus, heldout_run):
     split = data_of(corpus).manifest.splits["heldout"]
-    losses, summary = document_losses(straight), summary_of(straight)
+    losses, summary = document_losses(heldout_run), summary_without_speed(heldout_run)
     total = losses.nats.sum()
     assert summary["heldout_documents"] == len(losses.nats) == split.documents > 5
     assert summary["heldout_tokens"] == losses.tokens.sum() == split.tokens
     assert summary["heldout_loss"] == pytest.approx(total / split.tokens)
     assert summary["heldout_bits_per_byte"] == pytest.approx(total / split.bytes / math.log(2))
-    facts = read_json(straight / "run.json")
+    facts = read_json(heldout_run / "run.json")
     assert facts["heldout_tokens"] == facts["heldout_split_tokens"] == split.tokens
     texts = [
         json.loads(line)["text"].encode()
@@ -61,21 +61,21 @@ def test_finished_run_has_loss_of_every_heldout_document(corpus, straight):
     ]
     sizes = {int.from_bytes(hashlib.sha256(t).digest()[:8], signed=True): len(t) for t in texts}
     assert losses.bytes.tolist() == [sizes[text] for text in losses.texts.tolist()]
-    assert metric_lines(straight)[-1]["eval/loss"] != summary["heldout_loss"], (
+    assert metric_lines(heldout_run)[-1]["eval/loss"] != summary["heldout_loss"], (
         "eval/loss is the loss of a sample"
     )
 
 
 @pytest.mark.slow
-def test_logged_bits_per_byte_divide_by_bytes_of_sampled_text(corpus, straight, tmp_path):
+def test_logged_bits_per_byte_divide_by_bytes_of_sampled_text(corpus, heldout_run, tmp_path):
     """The corpus is ASCII, so the bytes of cut sequences can be counted separately."""
-    data, cfg = data_of(corpus), load_run_config(straight)
+    data, cfg = data_of(corpus), load_run_config(heldout_run)
     tokenizer, stream = data.tokenizer(), data.split("heldout")
     sample = HeldoutSample(stream, cfg.seq_len, cfg.eval.sequences, data.manifest.eos_id)
     targets = torch.cat([targets for _, targets in sample.batches(1)])
     size = sum(len(tokenizer.decode(row.tolist())) for row in targets)
     finish(corpus, tmp_path / "run", *WORDS, ranks=2)
-    for run in (straight, tmp_path / "run"):
+    for run in (heldout_run, tmp_path / "run"):
         last = metric_lines(run)[-1]
         bits = last["eval/loss"] * targets.numel() / size / math.log(2)
         assert last["eval/bits_per_byte"] == pytest.approx(bits)
@@ -85,11 +85,11 @@ def assert_ended_as(run: Path, straight: Path) -> None:
     mine, other = document_losses(run), document_losses(straight)
     for name in ("nats", "tokens", "bytes", "texts"):
         assert np.array_equal(getattr(mine, name), getattr(other, name))
-    assert summary_of(run) == summary_of(straight)
+    assert summary_without_speed(run) == summary_without_speed(straight)
     assert metric_lines(run) == metric_lines(straight)
 
 
-def test_resume_repeats_killed_heldout_evaluation(corpus, straight, tmp_path):
+def test_resume_repeats_killed_heldout_evaluation(corpus, heldout_run, tmp_path):
     run = tmp_path / "run"
     gate = Gate(run, "heldout")
     first = ForkedRun(overrides_of(corpus, run, *WORDS), 1, tmp_path)
@@ -100,13 +100,13 @@ def test_resume_repeats_killed_heldout_evaluation(corpus, straight, tmp_path):
     assert not (run / "summary.json").exists()
     gate.open()
     assert f"resumes from step {STEPS}" in finish(corpus, run, *WORDS)
-    assert_ended_as(run, straight)
+    assert_ended_as(run, heldout_run)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "number"), [(1, signal.SIGTERM), (2, signal.SIGUSR1)])
 def test_signal_during_heldout_evaluation_stops_all_ranks(
-    corpus, straight, tmp_path, ranks, number
+    corpus, heldout_run, tmp_path, ranks, number
 ):
     run = tmp_path / "run"
     first = ForkedRun(overrides_of(corpus, run, *WORDS), ranks, tmp_path)
@@ -121,7 +121,7 @@ def test_signal_during_heldout_evaluation_stops_all_ranks(
     assert f"resumes from step {STEPS}" in again
     assert "bits per byte" in again
     if ranks == 1:
-        assert_ended_as(run, straight)
+        assert_ended_as(run, heldout_run)
 
 
 @pytest.mark.slow

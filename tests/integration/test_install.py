@@ -31,7 +31,7 @@ TINY = [
 ]
 
 
-def run(words: list[str], cwd: Path, env: dict[str, str] | None = None) -> str:
+def stdout_of(words: list[str], cwd: Path, env: dict[str, str] | None = None) -> str:
     env = {**os.environ, **(env or {})}
     done = subprocess.run(
         words, cwd=cwd, env=env, capture_output=True, encoding="utf-8", timeout=280
@@ -44,28 +44,28 @@ def test_installed_wheel_contains_config_and_runs_commands(tmp_path: Path) -> No
     wheels, target, elsewhere = (tmp_path / name for name in ("wheels", "target", "elsewhere"))
     elsewhere.mkdir()
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    run([*pip, "wheel", str(ROOT), "--no-deps", "--wheel-dir", str(wheels)], tmp_path)
+    stdout_of([*pip, "wheel", str(ROOT), "--no-deps", "--wheel-dir", str(wheels)], tmp_path)
     (wheel,) = wheels.glob("diffllm-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     conf = {path.relative_to(ROOT).as_posix() for path in (ROOT / "conf").rglob("*.yaml")}
     assert {f"diffllm/{name}" for name in conf} <= names
-    run([*pip, "install", "--no-deps", "--target", str(target), str(wheel)], tmp_path)
+    stdout_of([*pip, "install", "--no-deps", "--target", str(target), str(wheel)], tmp_path)
     code = f"import sys; sys.path.insert(0, {str(target)!r})\n{CHECK}"
-    run([sys.executable, "-P", "-c", code, str(target)], elsewhere)
+    stdout_of([sys.executable, "-P", "-c", code, str(target)], elsewhere)
 
     corpus = write_texts(elsewhere / "corpus.jsonl", documents(300))
     env = {"PYTHONPATH": str(target), "DIFFLLM_CACHE": str(tmp_path / "cache")}
     words = [*TINY, f"data.paths=[{corpus}]"]
     module = [sys.executable, "-P", "-m", "diffllm"]
-    assert "held-out loss" in run([*module, "train", *words, "run.name=one"], elsewhere, env)
-    swept = run([*module, "train", "-m", "seed=0,1", *words, "run.sweep=two"], elsewhere, env)
+    assert "held-out loss" in stdout_of([*module, "train", *words, "run.name=one"], elsewhere, env)
+    swept = stdout_of([*module, "train", "-m", "seed=0,1", *words, "run.sweep=two"], elsewhere, env)
     assert "comparison outputs/two/report.html" in swept
     script = target / "bin" / "diffllm"
-    generated = run([sys.executable, "-P", str(script), "generate", "run=outputs/one", "prompt=a"],
+    generated = stdout_of([sys.executable, "-P", str(script), "generate", "run=outputs/one", "prompt=a"],
                     elsewhere, env)  # fmt: skip
     assert generated.startswith("a")
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    ranks = run([sys.executable, "-P", *launcher, "-m", "diffllm", "train", *words,
+    ranks = stdout_of([sys.executable, "-P", *launcher, "-m", "diffllm", "train", *words,
                  "run.name=ranks"], elsewhere, env)  # fmt: skip
     assert "2 x CPU" in ranks

@@ -12,7 +12,7 @@ from runs.json_files import read_json
 PAGE = (Path(__file__).parents[2] / "docs" / "tools.md").read_text(encoding="utf-8")
 
 
-def keys_of(command: str) -> set[str]:
+def documented_keys(command: str) -> set[str]:
     """Return the documented keys of a command's value, or of each item of its list."""
     row = re.search(rf"^\| `{command}` \| \w+ \| (.*) \|$", PAGE, re.MULTILINE)
     assert row
@@ -40,7 +40,7 @@ def test_command_on_run_prints_documented_json(tmp_path, environment, finished_r
     done = tool([command, f"run={finished_run}", *words, "--json"], tmp_path, environment)
     value = value_of(done)
     first = value[0] if isinstance(value, list) else value
-    assert set(first) == keys_of(command)
+    assert set(first) == documented_keys(command)
     for name in ("map.png", "consolidated", "report/report.csv", "exported"):
         assert (tmp_path / name).exists() == (f"out={name.split('/')[0]}" in words)
 
@@ -49,7 +49,7 @@ def test_command_on_run_prints_documented_json(tmp_path, environment, finished_r
 def test_import_prints_documented_json(tmp_path, environment, finished_run):
     words = ["import", f"hf={finished_run}", "out=imported", "json=true"]
     value = value_of(tool(words, tmp_path, environment))
-    assert set(value) == keys_of("import")
+    assert set(value) == documented_keys("import")
     assert (tmp_path / value["out"] / "config.yaml").is_file()
 
 
@@ -57,7 +57,7 @@ def test_import_prints_documented_json(tmp_path, environment, finished_run):
 def test_prepare_prints_documented_json(tmp_path, tiny, environment, packing):
     words = ["prepare", *tiny, f"data.packing={packing}", "json=true"]
     value = value_of(tool(words, tmp_path, environment))
-    assert set(value) == keys_of("prepare")
+    assert set(value) == documented_keys("prepare")
     assert Path(value["directory"], "manifest.json").is_file()
     assert value["splits"]["train"]["tokens"] > 1000
     assert (value["packing"] is None) == (packing == "stream")

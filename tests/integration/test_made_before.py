@@ -26,7 +26,7 @@ GREEDY = ("prompt=Document 3: 3 times", "temperature=0", "max_new_tokens=12")
 
 
 @pytest.fixture
-def place(workplace: Path) -> Path:
+def moved_files(workplace: Path) -> Path:
     """Copy the files to the current directory, as if a user had moved them."""
     shutil.copytree(MADE, workplace, dirs_exist_ok=True)
     (workplace / "runs").rename(workplace / "outputs")
@@ -34,11 +34,11 @@ def place(workplace: Path) -> Path:
 
 
 @pytest.fixture
-def diffllm(place: Path, environment: dict[str, str]) -> Any:
+def diffllm(moved_files: Path, environment: dict[str, str]) -> Any:
     """Return a function that runs a command, which must succeed, and returns its stdout."""
 
     def run(*words: str) -> str:
-        result = (train if words[0] == "-m" else tool)(list(words), place, environment)
+        result = (train if words[0] == "-m" else tool)(list(words), moved_files, environment)
         assert result.code == 0, result.out + result.err
         assert "warning: " not in result.err
         return result.out
@@ -46,13 +46,13 @@ def diffllm(place: Path, environment: dict[str, str]) -> Any:
     return run
 
 
-def words_of(run: Path) -> list[str]:
+def command_words(run: Path) -> list[str]:
     """Return the overrides of the command line in run.json."""
     words = shlex.split(read_json(run / "run.json")["command"])
     return words[words.index("data=files") :]
 
 
-def expected(name: str) -> Any:
+def expected_content(name: str) -> Any:
     return read_json(EXPECTED / name)
 
 
@@ -61,12 +61,12 @@ ROUNDING = 5e-8
 CPU round both losses differently."""
 
 
-def close(value: Any) -> Any:
+def nearly(value: Any) -> Any:
     """Return a value that compares equal to values with the same numbers except for rounding."""
     if isinstance(value, dict):
-        return {key: close(part) for key, part in value.items()}
+        return {key: nearly(part) for key, part in value.items()}
     if isinstance(value, list):
-        return [close(part) for part in value]
+        return [nearly(part) for part in value]
     return pytest.approx(value, rel=1e-3, abs=ROUNDING) if isinstance(value, float) else value
 
 
@@ -96,13 +96,13 @@ def sampled(files: list[Path]) -> dict[int, tuple[list[str], float]]:
     ],
 )
 def test_resumed_run_of_older_version_matches_uninterrupted_run(
-    place: Path, name: str, stopped: int, words: list[str], ranks: int
+    moved_files: Path, name: str, stopped: int, words: list[str], ranks: int
 ) -> None:
-    run = place / "outputs" / name
-    logged, cache = (run / "metrics.jsonl").read_text(encoding="utf-8"), cached(place)
-    output = ForkedRun([*words_of(run), *words], ranks, place).finish()
+    run = moved_files / "outputs" / name
+    logged, cache = (run / "metrics.jsonl").read_text(encoding="utf-8"), cached(moved_files)
+    output = ForkedRun([*command_words(run), *words], ranks, moved_files).finish()
     assert "warning: " not in output
-    assert changes(cache, cached(place)) == []
+    assert changes(cache, cached(moved_files)) == []
 
     whole = sampled([EXPECTED / f"{name}.jsonl"])
     resumed = sampled(list(run.glob("samples-*.jsonl")))
@@ -112,7 +112,7 @@ def test_resumed_run_of_older_version_matches_uninterrupted_run(
         assert loss == pytest.approx(whole[step][1], abs=2e-5), step
     summary, undisturbed = (
         read_json(run / "summary.json"),
-        expected(f"{name}.json"),
+        expected_content(f"{name}.json"),
     )
     for key in ("steps", "tokens", "train_loss", "heldout_loss", "heldout_tokens"):
         assert summary[key] == pytest.approx(undisturbed[key], abs=2e-5), key
@@ -138,7 +138,7 @@ def test_checkpoints_command_accepts_checkpoints_of_older_version(diffllm: Any) 
 
 def test_consolidated_weights_of_older_run_match_stored_export(diffllm: Any) -> None:
     diffllm("consolidate", "run=outputs/run", "out=whole")
-    assert contents("whole") == contents("exported")
+    assert sorted_parameters("whole") == sorted_parameters("exported")
 
 
 @pytest.mark.slow
@@ -146,7 +146,7 @@ def test_export_and_import_of_older_run_match_stored_results(
     diffllm: Any,
 ) -> None:
     diffllm("export", "run=outputs/run", "out=again")
-    assert contents("again") == contents("exported")
+    assert sorted_parameters("again") == sorted_parameters("exported")
     before, after = (read_json(Path(p, "config.json")) for p in ("exported", "again"))
     assert before == after
     diffllm("import", "hf=exported", "out=outputs/imported")
@@ -154,32 +154,34 @@ def test_export_and_import_of_older_run_match_stored_results(
     assert diffllm("generate", "run=outputs/imported", *GREEDY) == text
 
 
-def contents(directory: str) -> list[tuple[list[int], bytes]]:
+def sorted_parameters(directory: str) -> list[tuple[list[int], bytes]]:
     """Return shapes and values of all parameters, independent of parameter names."""
     tensors = load_file(f"{directory}/model.safetensors").values()
     return sorted((list(tensor.shape), tensor.numpy().tobytes()) for tensor in tensors)
 
 
 def test_output_of_generate_and_outliers_commands_matches_older_version(
-    place: Path, diffllm: Any
+    moved_files: Path, diffllm: Any
 ) -> None:
     text = (EXPECTED / "generated.txt").read_text(encoding="utf-8")
     assert diffllm("generate", "run=outputs/run", *GREEDY) == text
-    assert close(expected("outliers.json")) == json.loads(
+    assert nearly(expected_content("outliers.json")) == json.loads(
         diffllm("outliers", "run=outputs/run", "--json")
     )
     diffllm("attention-map", "run=outputs/run", GREEDY[0], "out=map.png")
-    assert (place / "map.png").read_bytes().startswith(b"\x89PNG")
+    assert (moved_files / "map.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_evaluation_scores_of_older_run_match_stored_scores(place: Path, diffllm: Any) -> None:
-    run = place / "outputs" / "sweep" / "diff_v2-seed0"
+def test_evaluation_scores_of_older_run_match_stored_scores(
+    moved_files: Path, diffllm: Any
+) -> None:
+    run = moved_files / "outputs" / "sweep" / "diff_v2-seed0"
     before = scores(run)
     shown = json.loads(diffllm("evaluate", f"run={run}", "suite=checkpoint", "limit=4", "--json"))
     assert shown
     for name in shown:
         found = scores(run)[name]
-        assert found == close({of: before[name][of] for of in found})
+        assert found == nearly({of: before[name][of] for of in found})
 
 
 def scores(run: Path) -> dict[str, dict[str, Any]]:
@@ -192,28 +194,28 @@ def scores(run: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_repeated_sweep_of_older_version_changes_no_run(place: Path, diffllm: Any) -> None:
-    sweep = place / "outputs" / "sweep"
+def test_repeated_sweep_of_older_version_changes_no_run(moved_files: Path, diffllm: Any) -> None:
+    sweep = moved_files / "outputs" / "sweep"
     own = ("attention=", "seed=", "run.sweep=", "run.swept=", "run.name=")
-    words = [word for word in words_of(sweep / "standard-seed0") if not word.startswith(own)]
+    words = [word for word in command_words(sweep / "standard-seed0") if not word.startswith(own)]
     runs = snapshot(*sweep.glob("*-seed?"))
     diffllm("-m", *words, "attention=standard,diff_v2", "seed=0,1", "run.sweep=sweep")
     assert changes(runs, snapshot(*sweep.glob("*-seed?"))) == []
 
-    before = table(MADE / "runs" / "sweep" / "report.csv")
-    reported = table(sweep / "report.csv")
+    before = csv_table(MADE / "runs" / "sweep" / "report.csv")
+    reported = csv_table(sweep / "report.csv")
     # Gaps at equal FLOPs need planned costs and are not interpolated, so that they have no error.
     # The interval over documents and seeds needs two seeds, not eight.
     changed = {"gap_documents_low", "gap_documents_high"}
     changed |= {key for key in before[0] if key.startswith("gap_at_flops") or "_error" in key}
     for row, row_before in zip(reported, before, strict=True):
         equal = {key: value for key, value in row_before.items() if key not in changed}
-        assert {key: row.get(key) for key in equal} == close(equal)
+        assert {key: row.get(key) for key in equal} == nearly(equal)
     assert reported[1]["gap_documents_low"] < reported[1]["gap"] < reported[1]["gap_documents_high"]
     assert any("phonebook" in key for key in reported[0]), "results of a removed task are missing"
 
 
-def table(file: Path) -> list[dict[str, Any]]:
+def csv_table(file: Path) -> list[dict[str, Any]]:
     """Read a CSV file, with numbers as float."""
     with open(file, encoding="utf-8") as lines:
         return [{key: number(text) for key, text in row.items()} for row in csv.DictReader(lines)]
@@ -225,45 +227,47 @@ def number(text: str) -> float | str:
     return text
 
 
-def test_finished_study_of_older_version_keeps_verdict(place: Path, diffllm: Any) -> None:
-    runs = [file.parent for file in (place / "outputs" / "study").rglob("config.yaml")]
+def test_finished_study_of_older_version_keeps_verdict(moved_files: Path, diffllm: Any) -> None:
+    runs = [file.parent for file in (moved_files / "outputs" / "study").rglob("config.yaml")]
     assert len(runs) == 10
     seen = snapshot(*runs)
     diffllm("study", "run", "study.yaml", "out=outputs/study")
     assert changes(seen, snapshot(*runs)) == []
     found = json.loads(diffllm("study", "verdict", "study.yaml", "out=outputs/study", "--json"))
-    before = expected("verdict.json")
+    before = expected_content("verdict.json")
     for arm in before["arms"].values():
         arm["low"] = max(arm["low"], 0.0)  # Intervals of a loss now end at 0.
     for key in ("hash", "arms", "learning_rates"):
-        assert found[key] == close(before[key]), key
+        assert found[key] == nearly(before[key]), key
     assert found["rules"][0]["verdict"] == before["verdict"]
     assert found["would_be"] == "not comparable", "the study does not declare the key unequal"
     # The runs have the hash of the study file alone, without their settings.
     assert found["verdict"] == "exploratory"
     assert found["reasons"][1].startswith("arms differ in parameters: 2.604k in standard; 2.644k")
-    assert found["rules"][0]["gap"] == close(before["rules"][0]["gap"])
+    assert found["rules"][0]["gap"] == nearly(before["rules"][0]["gap"])
 
 
 def test_prepare_reuses_tokens_and_packing_plans_of_older_version(
-    place: Path, diffllm: Any
+    moved_files: Path, diffllm: Any
 ) -> None:
-    cache = cached(place)
+    cache = cached(moved_files)
     assert len(cache) == 9
     for name in ("run", "ranks"):
-        words = words_of(place / "outputs" / name)
+        words = command_words(moved_files / "outputs" / name)
         diffllm("prepare", *(word for word in words if not word.startswith("parallel.")))
-    assert changes(cache, cached(place)) == []
+    assert changes(cache, cached(moved_files)) == []
 
 
 @pytest.mark.slow
-def test_run_of_older_version_is_accepted_as_weights_source(place: Path) -> None:
+def test_run_of_older_version_is_accepted_as_weights_source(moved_files: Path) -> None:
     new = ["run.dir=outputs/new", "resume=weights:outputs/run"]
-    ForkedRun([*words_of(place / "outputs" / "run")[:-1], *new], 1, place).finish()
+    ForkedRun([*command_words(moved_files / "outputs" / "run")[:-1], *new], 1, moved_files).finish()
 
 
 @pytest.mark.slow
-def test_report_and_power_commands_accept_runs_of_older_version(place: Path, diffllm: Any) -> None:
+def test_report_and_power_commands_accept_runs_of_older_version(
+    moved_files: Path, diffllm: Any
+) -> None:
     diffllm("report", "outputs/run", "outputs/ranks", "outputs/sweep", "outputs/study", "out=all")
-    assert len(table(place / "all" / "report.csv")) == 12
+    assert len(csv_table(moved_files / "all" / "report.csv")) == 12
     assert json.loads(diffllm("power", "outputs/sweep", "gap=0.02", "--json"))

@@ -36,7 +36,7 @@ def ranks(
         run.kill()
 
 
-def error_of(run: ForkedRun, *but: int, code: int = 1) -> str:
+def error_of_ranks(run: ForkedRun, *but: int, code: int = 1) -> str:
     """Wait until all ranks except `but` have ended with `code`; return the only error line."""
     for rank, process in enumerate(run.processes):
         if rank not in but:
@@ -67,7 +67,7 @@ def test_error_message_identifies_missing_rank_and_waiting_ranks(
 ):
     run_directory = tmp_path / "run"
     with ranks(corpus, run_directory, Fault(kind, rank, 8), number=3) as run:
-        error = error_of(run, *([rank] if kind in ("die", "freeze") else []))
+        error = error_of_ranks(run, *([rank] if kind in ("die", "freeze") else []))
     assert said in error
     assert "Traceback" not in run.text()
     others = {0, 1, 2} - {rank}
@@ -89,7 +89,7 @@ def test_error_message_identifies_missing_rank_and_waiting_ranks(
 
 def test_failure_of_one_rank_prints_only_one_traceback(corpus, tmp_path):
     with ranks(corpus, tmp_path / "run", Fault("raise", 1, 8)) as run:
-        error = error_of(run)
+        error = error_of_ranks(run)
     assert "rank 1 failed at step 8: ValueError: a planted error" in error
     assert "rank 0 waits at step 8 in gloo:" in error
     assert Path(run.said[1]).read_text(encoding="utf-8").count("Traceback") == 1
@@ -107,7 +107,7 @@ def test_signal_stops_rank_that_waits_for_frozen_rank(corpus, tmp_path, frozen):
     with ranks(corpus, directory, Fault("freeze", frozen, 8), "distributed.timeout=3000") as run:
         run.wait_for(lambda: is_stopped(run.processes[frozen].pid), "frozen rank")
         run.signal(signal.SIGTERM, 1 - frozen)
-        error = error_of(run, frozen)
+        error = error_of_ranks(run, frozen)
     assert f"rank {frozen} is missing" in error
     assert not (directory / "requeue").exists(), "no step was saved"
 
@@ -171,7 +171,7 @@ def test_training_is_refused_if_ranks_differ_in_config_or_code_or_corpus(
     corpus, tmp_path, kind, said
 ):
     with ranks(corpus, tmp_path / "run", Fault(kind, 2), number=3) as run:
-        error = error_of(run, code=2)
+        error = error_of_ranks(run, code=2)
     assert said in error
     assert "Traceback" not in run.text()
     assert not (tmp_path / "run" / "config.yaml").exists()
@@ -181,5 +181,5 @@ def test_error_message_contains_tensor_that_differs_between_replicas(corpus, tmp
     more = ["distributed.check_interval=4", "parallel.replicate=2", "parallel.shard=1"]
     more += ["global_batch_size=4", "parallel=hsdp"]
     with ranks(corpus, tmp_path / "run", Fault("perturb", 1, 8), *more) as run:
-        error = error_of(run, code=2)
+        error = error_of_ranks(run, code=2)
     assert "replicas of the model: model.layers.1.attention.wq.weight on rank" in error

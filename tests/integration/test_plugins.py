@@ -31,26 +31,26 @@ QUIET = ["wandb.mode=disabled", "run.report=false", "data.num_workers=0"]
 
 
 @pytest.fixture(scope="module")
-def mine(tmp_path_factory) -> Path:
+def plugin_files(tmp_path_factory) -> Path:
     return write_plugin(tmp_path_factory.mktemp("mine"))
 
 
 @pytest.fixture(scope="module")
-def place(mine, tmp_path_factory, environment) -> tuple[Path, dict[str, str]]:
+def cwd_and_environment(plugin_files, tmp_path_factory, environment) -> tuple[Path, dict[str, str]]:
     """Return the working directory and the environment of commands."""
-    path = os.pathsep.join([*filter(None, [environment.get("PYTHONPATH")]), str(mine)])
+    path = os.pathsep.join([*filter(None, [environment.get("PYTHONPATH")]), str(plugin_files)])
     return tmp_path_factory.mktemp("elsewhere"), {**environment, "PYTHONPATH": path}
 
 
 @pytest.fixture(scope="module")
-def words(mine) -> list[str]:
-    return ["--config-dir", str(mine), PLUGIN, "experiment=count_up", *QUIET]
+def plugin_words(plugin_files) -> list[str]:
+    return ["--config-dir", str(plugin_files), PLUGIN, "experiment=count_up", *QUIET]
 
 
 @pytest.fixture(scope="module")
-def trained(place, words) -> Path:
-    cwd, env = place
-    done = train([*words, "run.dir=straight"], cwd, env)
+def plugin_run(cwd_and_environment, plugin_words) -> Path:
+    cwd, env = cwd_and_environment
+    done = train([*plugin_words, "run.dir=straight"], cwd, env)
     assert done.code == 0, done.err
     assert f'run=straight prompt="..." {PLUGIN}' in done.out
     return cwd / "straight"
@@ -61,38 +61,42 @@ def assert_ends(done: Result, *parts: str) -> None:
     assert not [part for part in parts if part not in refusal_of(done)], done.err
 
 
-def test_training_uses_variant_and_data_source_and_metric_of_plugin(trained):
-    config = (trained / "config.yaml").read_text(encoding="utf-8")
+def test_training_uses_variant_and_data_source_and_metric_of_plugin(plugin_run):
+    config = (plugin_run / "config.yaml").read_text(encoding="utf-8")
     for line in ("- scaled_attention", "attention: scaled", "source: counting", "documents: 400"):
         assert line in config
-    assert read_json(trained / "summary.json")["variant"] == "scaled"
-    assert list(read_json(trained / "run.json")["plugin_code"]) == [MODULE]
-    measured = [line for line in metrics(trained) if "scale_mean/layer_01" in line]
+    assert read_json(plugin_run / "summary.json")["variant"] == "scaled"
+    assert list(read_json(plugin_run / "run.json")["plugin_code"]) == [MODULE]
+    measured = [line for line in metrics(plugin_run) if "scale_mean/layer_01" in line]
     assert [line["step"] for line in measured] == [2, 4, 6]
 
 
 @pytest.mark.slow
-def test_killed_run_of_plugin_resumes_bit_identically(trained, place, words, monkeypatch):
-    cwd, env = place
+def test_killed_run_of_plugin_resumes_bit_identically(
+    plugin_run, cwd_and_environment, plugin_words, monkeypatch
+):
+    cwd, env = cwd_and_environment
     monkeypatch.setenv("PYTHONPATH", env["PYTHONPATH"])
     monkeypatch.setenv("DIFFLLM_CACHE", env["DIFFLLM_CACHE"])
     run = cwd / "broken"
     gate = Gate(run, 4)
-    first = ForkedRun([*words, f"run.dir={run}"])
+    first = ForkedRun([*plugin_words, f"run.dir={run}"])
     first.kill_at(gate, run / "checkpoints" / "step-00000002")
-    assert "resumes from step 2" in ForkedRun([*words, f"run.dir={run}"]).finish()
-    assert metric_lines(run) == metric_lines(trained)
-    assert_same_weights(run, trained, 6)
+    assert "resumes from step 2" in ForkedRun([*plugin_words, f"run.dir={run}"]).finish()
+    assert metric_lines(run) == metric_lines(plugin_run)
+    assert_same_weights(run, plugin_run, 6)
 
 
 @pytest.mark.slow
-def test_run_of_plugin_on_slices_logs_metrics_of_run_in_one_process(place, words, monkeypatch):
-    cwd, env = place
+def test_run_of_plugin_on_slices_logs_metrics_of_run_in_one_process(
+    cwd_and_environment, plugin_words, monkeypatch
+):
+    cwd, env = cwd_and_environment
     monkeypatch.setenv("PYTHONPATH", env["PYTHONPATH"])
     monkeypatch.setenv("DIFFLLM_CACHE", env["DIFFLLM_CACHE"])
     for ranks in (1, 2):
         more = ["precision=fp32", f"parallel.context={ranks}", f"run.dir={cwd / str(ranks)}"]
-        ForkedRun([*words, *more], ranks=ranks).finish()
+        ForkedRun([*plugin_words, *more], ranks=ranks).finish()
     whole, sliced = metric_lines(cwd / "1"), metric_lines(cwd / "2")
     assert len(sliced) == len(whole)
     for line, expected in zip(sliced, whole, strict=True):
@@ -100,8 +104,8 @@ def test_run_of_plugin_on_slices_logs_metrics_of_run_in_one_process(place, words
 
 
 @pytest.mark.slow
-def test_commands_succeed_for_run_that_uses_plugin(trained, place, mine):
-    cwd, env = place
+def test_commands_succeed_for_run_that_uses_plugin(plugin_run, cwd_and_environment, plugin_files):
+    cwd, env = cwd_and_environment
     outputs = {}
     for command_words in (
         ["generate", "run=straight", "prompt=Document", "max_new_tokens=4"],
@@ -109,7 +113,7 @@ def test_commands_succeed_for_run_that_uses_plugin(trained, place, mine):
         ["consolidate", "run=straight", "out=whole"],
         ["checkpoints", "run=straight"],
         ["report", "straight", "out=page"],
-        ["plan", "attention=scaled", "--config-dir", str(mine), "model=nano", "gpus=1"],
+        ["plan", "attention=scaled", "--config-dir", str(plugin_files), "model=nano", "gpus=1"],
     ):
         done = tool([*command_words, PLUGIN], cwd, env)
         progress = [line for line in done.err.splitlines() if line.startswith("simulating a step")]
@@ -124,16 +128,18 @@ def test_commands_succeed_for_run_that_uses_plugin(trained, place, mine):
     assert float(dict(zip(header.split(","), row.split(","), strict=False))["scale_mean"])
 
 
-def test_commands_print_error_if_plugin_of_run_is_missing(trained, place, tmp_path):
-    _, env = place
+def test_commands_print_error_if_plugin_of_run_is_missing(
+    plugin_run, cwd_and_environment, tmp_path
+):
+    _, env = cwd_and_environment
     for words in (
-        ["generate", f"run={trained}", "prompt=a"],
-        ["attention-map", f"run={trained}", "prompt=a"],
-        ["consolidate", f"run={trained}", "out=nowhere"],
-        ["report", str(trained), "out=nowhere"],
+        ["generate", f"run={plugin_run}", "prompt=a"],
+        ["attention-map", f"run={plugin_run}", "prompt=a"],
+        ["consolidate", f"run={plugin_run}", "out=nowhere"],
+        ["report", str(plugin_run), "out=nowhere"],
     ):
         done = tool(words, tmp_path, env)
-        assert_ends(done, str(trained), "attention=scaled", "data.source=counting", PLUGIN)
+        assert_ends(done, str(plugin_run), "attention=scaled", "data.source=counting", PLUGIN)
     assert not list(tmp_path.iterdir())
 
 
@@ -155,9 +161,9 @@ def test_run_of_custom_variant_is_readable_without_config_dir(tmp_path, tiny, en
         assert (done.code, done.err) == (0, ""), words
 
 
-def test_commands_accept_plugin_and_config_dir_on_command_line(place, mine):
-    cwd, env = place
-    known = ["--config-dir", str(mine), PLUGIN, "model=nano"]
+def test_commands_accept_plugin_and_config_dir_on_command_line(cwd_and_environment, plugin_files):
+    cwd, env = cwd_and_environment
+    known = ["--config-dir", str(plugin_files), PLUGIN, "model=nano"]
     counted = tool(["count", "--json", "attention=scaled", *known], cwd, env)
     assert json.loads(counted.out)["by_component"]["head_scale"] == 8
     compared = tool(["count", "--compare", "standard,scaled,scaled_twice", *known], cwd, env)
@@ -210,8 +216,10 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_command_prints_single_error_line_if_plugin_import_fails(place, tmp_path, name):
-    _, env = place
+def test_command_prints_single_error_line_if_plugin_import_fails(
+    cwd_and_environment, tmp_path, name
+):
+    _, env = cwd_and_environment
     source, *parts = ERRORS[name]
     (tmp_path / "bad.py").write_text(source, encoding="utf-8")
     env = {**env, "PYTHONPATH": f"{tmp_path}{os.pathsep}{env['PYTHONPATH']}"}
@@ -223,9 +231,11 @@ def test_command_prints_single_error_line_if_plugin_import_fails(place, tmp_path
 
 
 @pytest.mark.slow
-def test_resume_accepts_changes_of_plugin_keys_only_if_keys_decide_speed(trained, place, words):
-    cwd, env = place
-    again = [*words, f"run.dir={shutil.copytree(trained, cwd / 'again')}"]
+def test_resume_accepts_changes_of_plugin_keys_only_if_keys_decide_speed(
+    plugin_run, cwd_and_environment, plugin_words
+):
+    cwd, env = cwd_and_environment
+    again = [*plugin_words, f"run.dir={shutil.copytree(plugin_run, cwd / 'again')}"]
     unfinish(cwd / "again", 6)
     for key in ("model.attention.temperature", "model.attention.initial", "data.documents"):
         assert_ends(train([*again, f"{key}=300"], cwd, env), f"({key}: ", ", 300", "this command)")
@@ -235,7 +245,7 @@ def test_resume_accepts_changes_of_plugin_keys_only_if_keys_decide_speed(trained
     config = (cwd / "again" / "config.yaml").read_text(encoding="utf-8")
     assert "tile: 128" in config
     assert "readers: 2" in config
-    assert_same_weights(cwd / "again", trained, 6)
+    assert_same_weights(cwd / "again", plugin_run, 6)
 
 
 def edited_copy(run: Path, name: str, **values: int) -> None:
@@ -251,10 +261,10 @@ def edited_copy(run: Path, name: str, **values: int) -> None:
 
 @pytest.mark.slow
 def test_report_distinguishes_runs_by_plugin_keys_only_of_numbers_and_order(
-    trained, place, tmp_path
+    plugin_run, cwd_and_environment, tmp_path
 ):
-    _, env = place
-    shutil.copytree(trained, tmp_path / "first")
+    _, env = cwd_and_environment
+    shutil.copytree(plugin_run, tmp_path / "first")
     edited_copy(tmp_path / "first", "faster", seed=1, tile=128, readers=2)
     edited_copy(tmp_path / "first", "hotter", seed=2, temperature=2)
     edited_copy(tmp_path / "first", "fewer", seed=3, documents=300)
@@ -295,11 +305,19 @@ rule: {{kind: equivalence, arm: second, against: first, margin: 0.1}}
     ],
 )
 def test_study_refuses_arms_that_differ_in_plugin_key_of_order(
-    place, mine, tmp_path, override, refused
+    cwd_and_environment, plugin_files, tmp_path, override, refused
 ):
-    _, env = place
+    _, env = cwd_and_environment
     (tmp_path / "study.yaml").write_text(STUDY.format(override=override), encoding="utf-8")
-    words = ["study", "run", "study.yaml", "out=runs", "--dry-run", "--config-dir", str(mine)]
+    words = [
+        "study",
+        "run",
+        "study.yaml",
+        "out=runs",
+        "--dry-run",
+        "--config-dir",
+        str(plugin_files),
+    ]
     done = tool([*words, PLUGIN], tmp_path, env)
     if refused:
         assert_ends(done, "arms differ in data.documents: 400 in first; 300 in second")
@@ -307,24 +325,28 @@ def test_study_refuses_arms_that_differ_in_plugin_key_of_order(
         assert done.code == 0, done.err
 
 
-def test_unknown_or_invalid_plugin_key_gives_single_error_line(place, mine, words, tmp_path):
-    cwd, env = place
+def test_unknown_or_invalid_plugin_key_gives_single_error_line(
+    cwd_and_environment, plugin_files, plugin_words, tmp_path
+):
+    cwd, env = cwd_and_environment
     file = tmp_path / "attention" / "misspelt.yaml"
     file.parent.mkdir()
     file.write_text(
         "# @package model.attention\ndefaults: [scaled, _self_]\ntiles: 32\n", encoding="utf-8"
     )
-    misspelt = [*words, "--config-dir", str(tmp_path), "attention=misspelt"]
+    misspelt = [*plugin_words, "--config-dir", str(tmp_path), "attention=misspelt"]
     assert_ends(train(misspelt, cwd, env), "attention=misspelt: unknown key model.attention.tiles")
-    assert_ends(train([*words, "model.attention.tile=0"], cwd, env), "tile=0 must be at least 1")
+    assert_ends(
+        train([*plugin_words, "model.attention.tile=0"], cwd, env), "tile=0 must be at least 1"
+    )
     # The plugin changes the default of this key of the base class; the bound remains.
-    scaled = train([*words, "model.attention.context_scale=0"], cwd, env)
+    scaled = train([*plugin_words, "model.attention.context_scale=0"], cwd, env)
     assert_ends(scaled, "model.attention.context_scale=0.0 must be positive")
 
 
-def test_help_contains_descriptions_of_plugin_keys(place, words):
-    cwd, env = place
-    lines = train([*words, "--help"], cwd, env).out.splitlines()
+def test_help_contains_descriptions_of_plugin_keys(cwd_and_environment, plugin_words):
+    cwd, env = cwd_and_environment
+    lines = train([*plugin_words, "--help"], cwd, env).out.splitlines()
     for name, description in (
         ("model.attention.tile=64", "Keys per tile."),
         ("data.documents=400", "Number of texts."),
@@ -348,8 +370,10 @@ FAILING = {
 
 
 @pytest.mark.parametrize("name", slow_but(["source"], FAILING))
-def test_train_prints_single_traceback_if_plugin_code_raises_error(place, tmp_path, name):
-    _, env = place
+def test_train_prints_single_traceback_if_plugin_code_raises_error(
+    cwd_and_environment, tmp_path, name
+):
+    _, env = cwd_and_environment
     file = write_plugin(tmp_path / "mine") / f"{MODULE}.py"
     source = file.read_text(encoding="utf-8").replace(*FAILING[name])
     file.write_text(
@@ -364,8 +388,10 @@ def test_train_prints_single_traceback_if_plugin_code_raises_error(place, tmp_pa
     assert f'{file}", line' in done.err
 
 
-def test_train_prints_single_error_line_for_unknown_plugin_or_config_dir(place, mine, tmp_path):
-    cwd, env = place
+def test_train_prints_single_error_line_for_unknown_plugin_or_config_dir(
+    cwd_and_environment, plugin_files, tmp_path
+):
+    cwd, env = cwd_and_environment
     ours = tmp_path / "again" / "attention" / "gated.yaml"
     ours.parent.mkdir(parents=True)
     ours.write_text("", encoding="utf-8")
@@ -373,11 +399,14 @@ def test_train_prints_single_error_line_for_unknown_plugin_or_config_dir(place, 
     (tmp_path / "global" / "experiment" / "all.yaml").write_text(
         "# @package _global_\nplugins: [scaled_attention]\n", encoding="utf-8"
     )
-    known = ["--config-dir", str(mine)]
+    known = ["--config-dir", str(plugin_files)]
     for words, *parts in (
         (["plugins=[not_there]"], "cannot find module not_there", "PYTHONPATH"),
         (["--config-dir=nowhere"], "nowhere has no YAML file in model/, attention/"),
-        (["--config-dir", str(mine / "attention")], "has no YAML file in model/, attention/"),
+        (
+            ["--config-dir", str(plugin_files / "attention")],
+            "has no YAML file in model/, attention/",
+        ),
         (["--config-dir", str(ours.parents[1])], "has the same name as", "conf/attention/gated"),
         (
             [*known, "attention=scaled"],
@@ -393,13 +422,17 @@ def test_train_prints_single_error_line_for_unknown_plugin_or_config_dir(place, 
 
 
 @pytest.mark.slow
-def test_every_run_of_sweep_imports_plugin_from_sys_path_of_parent_process(place, words, mine):
+def test_every_run_of_sweep_imports_plugin_from_sys_path_of_parent_process(
+    cwd_and_environment, plugin_words, plugin_files
+):
     """Only sys.path of the sweep contains the plugin's directory, as with `python -m`."""
-    cwd, env = place
+    cwd, env = cwd_and_environment
     env = {key: value for key, value in env.items() if key != "PYTHONPATH"}
-    sweep = [*words, "-m", "attention=scaled,scaled_twice,standard", "steps=2"]
+    sweep = [*plugin_words, "-m", "attention=scaled,scaled_twice,standard", "steps=2"]
     more = ["run.sweep=mine", "model.match_params_to=scaled", "model.vocab_size=4096"]
-    code = f"import sys; sys.path.insert(0, {str(mine)!r}); sys.argv[0] = 'x'; import runpy; "
+    code = (
+        f"import sys; sys.path.insert(0, {str(plugin_files)!r}); sys.argv[0] = 'x'; import runpy; "
+    )
     code += f"runpy.run_path({train_command([])[1]!r}, run_name='__main__')"
     env["PYTHONPATH"] = str(Path(train_command([])[1]).parent)
     done = command([train_command([])[0], "-c", code, *sweep, *more], cwd, env)

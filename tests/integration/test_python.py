@@ -27,7 +27,7 @@ with open(f"answer{os.environ['RANK']}.json", "x") as file:
 
 
 @pytest.fixture(scope="module")
-def straight(tiny, environment, tmp_path_factory) -> Path:
+def trained_run_directory(tiny, environment, tmp_path_factory) -> Path:
     cwd = tmp_path_factory.mktemp("straight")
     assert train([*tiny, "run.dir=run"], cwd, environment).code == 0
     return cwd / "run"
@@ -74,12 +74,12 @@ def session(words: list[str]) -> int:
 
 @pytest.mark.fast_cases(1)
 def test_train_function_and_train_command_produce_equal_weights(
-    tmp_path, tiny, environment, straight
+    tmp_path, tiny, environment, trained_run_directory
 ):
     done = forked_call(session, tiny, tmp_path, environment)
     assert done.code == 0, done
-    assert_same_weights(straight, tmp_path / "run", 4)
-    assert_same_weights(straight, tmp_path / "other", 4)
+    assert_same_weights(trained_run_directory, tmp_path / "run", 4)
+    assert_same_weights(trained_run_directory, tmp_path / "other", 4)
 
 
 def session_without_memory(words: list[str]) -> int:

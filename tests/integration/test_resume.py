@@ -30,7 +30,7 @@ HALF_WAY = f"step-{HALF:08d}"
 
 
 @pytest.fixture(scope="module")
-def straight(corpus, tmp_path_factory):
+def uninterrupted_run(corpus, tmp_path_factory):
 
     @cache
     def made(ranks: int) -> Path:
@@ -42,16 +42,18 @@ def straight(corpus, tmp_path_factory):
 
 
 @pytest.mark.parametrize("ranks", slow_but([1], [1, 2]))
-def test_run_killed_after_checkpoint_resumes_bit_identically(corpus, straight, tmp_path, ranks):
+def test_run_killed_after_checkpoint_resumes_bit_identically(
+    corpus, uninterrupted_run, tmp_path, ranks
+):
     broken = tmp_path / "broken"
     gate = Gate(broken, HALF + 4)
     first = start(corpus, broken, *INTERVALS, ranks=ranks)
     first.kill_at(gate, broken / "checkpoints" / HALF_WAY)
     output = finish(corpus, broken, *INTERVALS, ranks=ranks)
     assert f"resumes from step {HALF}" in output
-    assert metric_lines(broken) == metric_lines(straight(ranks))
-    assert_same_weights(straight(ranks), broken, STEPS)
-    assert_measured_when_due(straight(ranks))
+    assert metric_lines(broken) == metric_lines(uninterrupted_run(ranks))
+    assert_same_weights(uninterrupted_run(ranks), broken, STEPS)
+    assert_measured_when_due(uninterrupted_run(ranks))
 
 
 def assert_measured_when_due(run: Path) -> None:
@@ -70,19 +72,19 @@ def assert_measured_when_due(run: Path) -> None:
         assert {line["step"] for line in lines if name in line} == steps, name
 
 
-def test_resume_after_sigterm_matches_uninterrupted_run(corpus, straight, tmp_path):
+def test_resume_after_sigterm_matches_uninterrupted_run(corpus, uninterrupted_run, tmp_path):
     stopped = tmp_path / "stopped"
     said = start(corpus, stopped, *INTERVALS).stop_at(Gate(stopped, 6))
     assert "stopped by SIGTERM after step 6" in said
     assert [p.name for p in (stopped / "checkpoints").iterdir()] == ["step-00000006"]
     assert not (stopped / "heldout").exists()
     finish(corpus, stopped, *INTERVALS)
-    assert metric_lines(stopped) == metric_lines(straight(1))
-    assert_same_weights(straight(1), stopped, STEPS)
+    assert metric_lines(stopped) == metric_lines(uninterrupted_run(1))
+    assert_same_weights(uninterrupted_run(1), stopped, STEPS)
 
 
 @pytest.mark.slow
-def test_killed_run_resumes_bit_identically_in_new_interpreter(corpus, straight, tmp_path):
+def test_killed_run_resumes_bit_identically_in_new_interpreter(corpus, uninterrupted_run, tmp_path):
     """Both processes are new interpreters, which share no imports with the undisturbed run."""
     run = tmp_path / "run"
     words = train_command(overrides_of(corpus, run, *INTERVALS))
@@ -92,8 +94,8 @@ def test_killed_run_resumes_bit_identically_in_new_interpreter(corpus, straight,
     first.wait()
     again = subprocess.run(words, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert again.returncode == 0
-    assert metric_lines(run) == metric_lines(straight(1))
-    assert_same_weights(straight(1), run, STEPS)
+    assert metric_lines(run) == metric_lines(uninterrupted_run(1))
+    assert_same_weights(uninterrupted_run(1), run, STEPS)
 
 
 @pytest.mark.slow

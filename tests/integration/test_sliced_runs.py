@@ -17,7 +17,7 @@ MASKED = {"masked": ("data.mask_documents=true", "data.packing=best_fit"), "caus
 
 
 @pytest.fixture(scope="module", params=slow_but(["masked"], MASKED))
-def whole(request, corpus, tmp_path_factory):
+def words_and_run(request, corpus, tmp_path_factory):
     """Return (overrides, run in one process)."""
     run = tmp_path_factory.mktemp("whole") / "run"
     words = (*WORDS, *MASKED[request.param])
@@ -25,7 +25,7 @@ def whole(request, corpus, tmp_path_factory):
     return words, run
 
 
-def order(run):
+def samples_by_step(run):
     """Return the samples of each step."""
     steps = {}
     for (_, step), executions in trained_on(run).items():
@@ -42,20 +42,22 @@ def assert_close_metrics(run, other):
             assert line[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
 
 
-def test_run_on_slices_logs_metrics_of_run_in_one_process(corpus, whole, tmp_path):
-    words, expected = whole
+def test_run_on_slices_logs_metrics_of_run_in_one_process(corpus, words_and_run, tmp_path):
+    words, expected = words_and_run
     run = tmp_path / "run"
     finish(corpus, run, *words, "parallel.context=2", ranks=2)
     assert_close_metrics(run, expected)
-    assert order(run) == order(expected)
+    assert samples_by_step(run) == samples_by_step(expected)
     losses = [document_losses(path) for path in (run, expected)]
     assert (losses[0].tokens == losses[1].tokens).all()
     np.testing.assert_allclose(losses[0].nats, losses[1].nats, rtol=1e-4)
 
 
 @pytest.mark.slow
-def test_killed_run_on_slices_resumes_bit_identically_and_in_one_process(corpus, whole, tmp_path):
-    words, expected = whole
+def test_killed_run_on_slices_resumes_bit_identically_and_in_one_process(
+    corpus, words_and_run, tmp_path
+):
+    words, expected = words_and_run
     sliced = (*words, "parallel.context=2")
     straight, broken, single = (tmp_path / name for name in ("straight", "broken", "single"))
     finish(corpus, straight, *sliced, ranks=2)
@@ -70,7 +72,7 @@ def test_killed_run_on_slices_resumes_bit_identically_and_in_one_process(corpus,
 
 
 @pytest.mark.slow
-def test_compiled_run_on_slices_logs_metrics_of_run_in_one_process(corpus, whole, tmp_path):
-    words, expected = whole
+def test_compiled_run_on_slices_logs_metrics_of_run_in_one_process(corpus, words_and_run, tmp_path):
+    words, expected = words_and_run
     finish(corpus, tmp_path / "run", *words, "parallel.context=2", "compile=true", ranks=2)
     assert_close_metrics(tmp_path / "run", expected)

@@ -23,7 +23,7 @@ from diffllm.config.saved import load_run_config
 pytestmark = pytest.mark.slow
 
 
-def study_file(path: Path, tiny: list[str]) -> Path:
+def study_of_two_arms(path: Path, tiny: list[str]) -> Path:
     """Write a study as JSON, which is valid YAML: two arms, two learning rates, two seeds."""
     content = {
         "claim": "half is better",
@@ -38,7 +38,7 @@ def study_file(path: Path, tiny: list[str]) -> Path:
     return path
 
 
-def ended(out: Path) -> set[str]:
+def ended_runs(out: Path) -> set[str]:
     return {str(file.parent.relative_to(out)) for file in out.glob("**/summary.json")}
 
 
@@ -54,12 +54,12 @@ STOPS = [
 """Lines of the output, and the signal after each line."""
 
 
-def written(out: Path) -> dict[str, int]:
-    return {name: (out / name / "summary.json").stat().st_mtime_ns for name in ended(out)}
+def summary_times(out: Path) -> dict[str, int]:
+    return {name: (out / name / "summary.json").stat().st_mtime_ns for name in ended_runs(out)}
 
 
 def test_interrupted_study_matches_uninterrupted_study(tmp_path, tiny, environment):
-    path, out = study_file(tmp_path / "study.yaml", tiny), tmp_path / "out"
+    path, out = study_of_two_arms(tmp_path / "study.yaml", tiny), tmp_path / "out"
     words = tool_command(["study", "run", str(path), f"out={out}"])
     before: dict[str, int] = {}
     for line, name in STOPS:
@@ -78,14 +78,14 @@ def test_interrupted_study_matches_uninterrupted_study(tmp_path, tiny, environme
             assert process.returncode == 128 + number, output
             assert "the same command resumes them" in output
             assert not re.search("Traceback|SIGTERM" if name == "INT" else "Traceback", output)
-        assert written(out).items() >= before.items(), line
-        before = written(out)
+        assert summary_times(out).items() >= before.items(), line
+        before = summary_times(out)
 
     result = command(words, tmp_path, environment)
     assert result.code == 0, result
     assert "all runs of" in result.out
-    assert written(out).items() >= before.items()
-    assert ended(out) == {*RATES, *DECIDING}
+    assert summary_times(out).items() >= before.items()
+    assert ended_runs(out) == {*RATES, *DECIDING}
 
     undisturbed = tmp_path / "undisturbed"
     again = tool_command(["study", "run", str(path), f"out={undisturbed}"])

@@ -17,7 +17,7 @@ STEPS = 40
 LONGER = [f"steps={STEPS}", "checkpoint.interval=4", "log_interval=4"]
 
 
-def start(words: list[str], cwd: Path, environment: dict[str, str]) -> subprocess.Popen:
+def start_sweep(words: list[str], cwd: Path, environment: dict[str, str]) -> subprocess.Popen:
     return subprocess.Popen(
         train_command(words),
         cwd=cwd,
@@ -29,7 +29,7 @@ def start(words: list[str], cwd: Path, environment: dict[str, str]) -> subproces
     )
 
 
-def run_of(process: subprocess.Popen, name: str) -> int:
+def process_of_run(process: subprocess.Popen, name: str) -> int:
     for pid in descendants(process.pid):
         with contextlib.suppress(OSError):
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
@@ -42,7 +42,7 @@ def has_saved(run: Path) -> bool:
     return any(run.glob("checkpoints/step-*/state.json"))
 
 
-def started(run: Path) -> int:
+def start_time(run: Path) -> int:
     return (run / "run.json").stat().st_mtime_ns
 
 
@@ -58,17 +58,17 @@ def test_killed_sweep_resumes_unfinished_runs(tmp_path, tiny, environment, finis
     words = ["-m", "attention=standard,diff_v2", *tiny, *LONGER, "run.sweep=mine"]
     runs = [tmp_path / "outputs" / "mine" / name for name in ("standard", "diff_v2")]
 
-    sweep = start(words, tmp_path, environment)
+    sweep = start_sweep(words, tmp_path, environment)
     wait_for(lambda: has_saved(runs[0]), sweep, "checkpoint")
     os.kill(sweep.pid, signal.SIGKILL)
     sweep.communicate()
     with FileLock(runs[0] / ".lock", timeout=PATIENCE_S):  # the run saves and stops
         assert not (runs[0] / "summary.json").exists()
 
-    before = started(runs[0])
-    sweep = start(words, tmp_path, environment)
-    wait_for(lambda: started(runs[0]) > before, sweep, "second start")
-    os.kill(run_of(sweep, "standard"), signal.SIGKILL)
+    before = start_time(runs[0])
+    sweep = start_sweep(words, tmp_path, environment)
+    wait_for(lambda: start_time(runs[0]) > before, sweep, "second start")
+    os.kill(process_of_run(sweep, "standard"), signal.SIGKILL)
     output = sweep.communicate(timeout=PATIENCE_S)[0]
     assert sweep.returncode == 1, output
     assert re.search(r"^run 1 of 2: standard$", output, re.M), output
@@ -94,7 +94,7 @@ def test_sweep_reports_finished_runs_and_starts_no_other_run_after_ctrl_c(
     tmp_path, tiny, environment, finished_run
 ):
     words = ["-m", *tiny, *LONGER, "steps=8,5000,6000", "run.sweep=mine", "wandb.mode=offline"]
-    sweep = start(words, tmp_path, environment)
+    sweep = start_sweep(words, tmp_path, environment)
     run = tmp_path / "outputs" / "mine" / "steps5000"
     wait_for(lambda: has_saved(run), sweep, "checkpoint")
     os.killpg(sweep.pid, signal.SIGINT)

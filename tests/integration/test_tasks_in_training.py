@@ -17,32 +17,42 @@ ASKED = ["eval.suites=[mqar]", "eval.levels={mqar: {filler: 4}}", "eval.suites_i
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def tasks_directory(tmp_path_factory):
     return tmp_path_factory.mktemp("tasks")
 
 
-def test_task_scores_logged_in_training_match_scores_of_evaluate_command(place, environment):
-    words = [*RUN, *ASKED, "steps=4", f"run.dir={place}/run", f"data.cache_dir={place}/cache"]
-    result = train(words, place, environment)
+def test_task_scores_logged_in_training_match_scores_of_evaluate_command(
+    tasks_directory, environment
+):
+    words = [
+        *RUN,
+        *ASKED,
+        "steps=4",
+        f"run.dir={tasks_directory}/run",
+        f"data.cache_dir={tasks_directory}/cache",
+    ]
+    result = train(words, tasks_directory, environment)
     assert result.code == 0, result
-    lines = read(place / "run")
+    lines = lines_by_step(tasks_directory / "run")
     found = {step: values["tasks/mqar"] for step, values in lines.items() if "tasks/mqar" in values}
     assert list(found) == [3, 4]
     words = ["tasks=[mqar]", "level={filler: 4}", "limit=64", "--json"]
-    evaluated = tool(["evaluate", f"run={place}/run", *words], place, environment)
+    evaluated = tool(
+        ["evaluate", f"run={tasks_directory}/run", *words], tasks_directory, environment
+    )
     (score,) = json.loads(evaluated.out)["mqar"]["scores"]
     assert found[4] == score["value"]
     assert lines[4]["tasks_generated/mqar"] == score["generated"]
     assert lines[4]["tasks_chance/mqar"] == score["chance"]
     assert f" mqar {found[4]:.2f} (chance {score['chance']:.2f})" in result.out
     words = ["tasks=[mqar]", "level={filler: 4}", "limit=4", "every=true", "--json"]
-    result = tool(["evaluate", f"run={place}/run", *words], place, environment)
+    result = tool(["evaluate", f"run={tasks_directory}/run", *words], tasks_directory, environment)
     assert list(json.loads(result.out)) == [
-        f"{place}/run/checkpoints/step-{step:08d}" for step in (2, 4)
+        f"{tasks_directory}/run/checkpoints/step-{step:08d}" for step in (2, 4)
     ]
 
 
-def read(run: Path) -> dict[int, dict[str, float]]:
+def lines_by_step(run: Path) -> dict[int, dict[str, float]]:
     lines = read_jsonl(run / "metrics.jsonl")
     return {line["step"]: line for line in lines}
 
@@ -70,24 +80,24 @@ def read(run: Path) -> dict[int, dict[str, float]]:
         ),
     ],
 )
-def test_train_refuses_invalid_task_setting(place, environment, words, said):
-    run = place / "refused"
+def test_train_refuses_invalid_task_setting(tasks_directory, environment, words, said):
+    run = tasks_directory / "refused"
     for folder in ("arc", "piqa"):
-        (place / folder).mkdir(exist_ok=True)
-        (place / folder / "test.jsonl").write_text(
+        (tasks_directory / folder).mkdir(exist_ok=True)
+        (tasks_directory / folder / "test.jsonl").write_text(
             '{"prompt": "a", "answer": "b"}\n', encoding="utf-8"
         )
-    words = [*RUN, *words, "steps=4", f"run.dir={run}", f"data.cache_dir={place}/cache"]
-    result = train(words, place, environment)
+    words = [*RUN, *words, "steps=4", f"run.dir={run}", f"data.cache_dir={tasks_directory}/cache"]
+    result = train(words, tasks_directory, environment)
     assert result.code == 2, result
     (line,) = (line for line in result.err.splitlines() if line.startswith("error: "))
-    assert line.startswith(f"error: {said.replace('{place}', str(place))}"), line
+    assert line.startswith(f"error: {said.replace('{place}', str(tasks_directory))}"), line
     assert not run.exists()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_tiny_model_solves_mqar_task_after_training(place, environment):
+def test_tiny_model_solves_mqar_task_after_training(tasks_directory, environment):
     easy = "{filler: 0}"
     words = [
         *("data=synthetic", "data.task=mqar", "data.examples=200_000", "data.packing=best_fit"),
@@ -96,14 +106,21 @@ def test_tiny_model_solves_mqar_task_after_training(place, environment):
         *("optim.schedule=wsd", "eval.interval=900", "checkpoint.interval=900"),
         *("wandb.mode=disabled", "run.report=false", f"data.level={easy}"),
     ]
-    directories = [f"run.dir={place}/learned", f"data.cache_dir={place}/learned_cache"]
+    directories = [
+        f"run.dir={tasks_directory}/learned",
+        f"data.cache_dir={tasks_directory}/learned_cache",
+    ]
     # A minute of training on a free core may take ten minutes on a busy machine.
-    result = command(train_command([*words, *directories]), place, environment, timeout=900)
+    result = command(
+        train_command([*words, *directories]), tasks_directory, environment, timeout=900
+    )
     assert result.code == 0, result
     scores = {}
     for task in ("mqar", "attention_mass_mqar"):
         asked = [f"tasks=[{task}]", f"level={easy}", "--json"]
-        evaluated = tool(["evaluate", f"run={place}/learned", *asked], place, environment)
+        evaluated = tool(
+            ["evaluate", f"run={tasks_directory}/learned", *asked], tasks_directory, environment
+        )
         assert evaluated.code == 0, evaluated
         scores |= json.loads(evaluated.out)
     (share,) = scores["mqar"]["scores"]

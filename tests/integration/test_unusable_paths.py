@@ -96,7 +96,7 @@ def test_every_path_argument_of_commands_is_declared_as_path():
             assert (command, name) in marked
 
 
-def overrides(key: str, path: str) -> list[str]:
+def path_overrides(key: str, path: str) -> list[str]:
     value = f"['{path}']" if key == "data.paths" else f"'{path}'"
     more = {"data.paths": ["data=files"], "data.dataset": ["data=hub"]}
     return ["model=tiny", *more.get(key, []), f"{key}={value}"]
@@ -133,11 +133,13 @@ def test_error_of_train_command_contains_config_key_of_unusable_path(
     paths = unusable_paths(tmp_path / "places")
     for what, path in paths.items():
         with pytest.raises(ConfigError) as caught:
-            load_config(overrides(key, path))
+            load_config(path_overrides(key, path))
         assert key in str(caught.value), what
     what, path = rng.choice(list(paths.items()))
     before = snapshot(tmp_path)
-    result = train([*overrides(key, path), "wandb.mode=disabled"], tmp_path / "work", environment)
+    result = train(
+        [*path_overrides(key, path), "wandb.mode=disabled"], tmp_path / "work", environment
+    )
     assert key in refusal_of(result), what
     assert not changes(before, snapshot(tmp_path))
 

@@ -53,7 +53,7 @@ FAST = [("train cut off", 1, 0)]
 
 
 @pytest.fixture
-def tokens(corpus, tmp_path):
+def tokens_copy(corpus, tmp_path):
     """Copy a corpus with its cache; return the directory of the copied tokens."""
     shutil.copy(corpus, tmp_path)
     shutil.copytree(corpus.parent / "cache", tmp_path / "cache")
@@ -62,7 +62,7 @@ def tokens(corpus, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(corpus, tmp_path_factory):
+def undisturbed_run(corpus, tmp_path_factory):
     """Return a function that trains a run on intact tokens, once per world size."""
 
     @cache
@@ -77,32 +77,32 @@ def undisturbed(corpus, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize(("damage", "ranks", "workers"), slow_but(FAST, CASES))
 def test_resume_matches_uninterrupted_run_after_token_files_are_restored(
-    corpus, tokens, undisturbed, tmp_path, damage, ranks, workers
+    corpus, tokens_copy, undisturbed_run, tmp_path, damage, ranks, workers
 ):
     copy = tmp_path / corpus.name
     run, gate = tmp_path / "run", Gate(tmp_path / "run", 4)
     words = (*WORDS, f"data.num_workers={workers}")
     process = start(copy, run, *words, ranks=ranks)
     process.wait_for(gate.reached, "step 3")
-    DAMAGE[damage](tokens)
+    DAMAGE[damage](tokens_copy)
     gate.open()
     line = the_error(process.finish(2))
     made = max(rank_samples(run, 0))
     assert 3 <= made < STEPS  # the run still uses samples that are intact or already read
-    assert str(tokens) in line
+    assert str(tokens_copy) in line
     assert line.endswith(f"stopped after step {made}, saved")
     assert [path.name for path in list_checkpoints(run / "checkpoints")] == [f"step-{made:08d}"]
-    shutil.rmtree(tokens, ignore_errors=True)
-    shutil.copytree(corpus.parent / "cache" / "tokens" / tokens.name, tokens)
+    shutil.rmtree(tokens_copy, ignore_errors=True)
+    shutil.copytree(corpus.parent / "cache" / "tokens" / tokens_copy.name, tokens_copy)
     finish(copy, run, *words, ranks=ranks)
     for rank in range(ranks):
-        assert rank_samples(run, rank) == rank_samples(undisturbed(ranks), rank)
+        assert rank_samples(run, rank) == rank_samples(undisturbed_run(ranks), rank)
 
 
 @pytest.mark.parametrize("ranks", slow_but([2], [1, 2]))
-def test_damaged_training_tokens_stop_run_before_first_step(corpus, tokens, tmp_path, ranks):
+def test_damaged_training_tokens_stop_run_before_first_step(corpus, tokens_copy, tmp_path, ranks):
     copy = tmp_path / corpus.name
-    DAMAGE["train written over"](tokens)
+    DAMAGE["train written over"](tokens_copy)
     text = start(copy, tmp_path / "run", *WORDS, ranks=ranks).finish(2)
     assert "train-00000-00000.bin: damaged" in the_error(text)
     assert not list((tmp_path / "run").glob("checkpoints/*"))
@@ -111,19 +111,19 @@ def test_damaged_training_tokens_stop_run_before_first_step(corpus, tokens, tmp_
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_damaged_heldout_tokens_stop_run_before_evaluation(
-    corpus, tokens, undisturbed, tmp_path, ranks
+    corpus, tokens_copy, undisturbed_run, tmp_path, ranks
 ):
     copy = tmp_path / corpus.name
     run, gate = tmp_path / "run", Gate(tmp_path / "run", "heldout")
     process = start(copy, run, *WORDS, ranks=ranks)
     process.wait_for(gate.reached, "the last evaluation")
-    DAMAGE["heldout cut off"](tokens)
+    DAMAGE["heldout cut off"](tokens_copy)
     gate.open()
     assert "heldout-00000-00000.bin: truncated" in the_error(process.finish(2))
-    shutil.rmtree(tokens)
-    shutil.copytree(corpus.parent / "cache" / "tokens" / tokens.name, tokens)
+    shutil.rmtree(tokens_copy)
+    shutil.copytree(corpus.parent / "cache" / "tokens" / tokens_copy.name, tokens_copy)
     finish(copy, run, *WORDS, ranks=ranks)
     losses = [
-        read_json(path / "summary.json")["heldout_loss"] for path in (run, undisturbed(ranks))
+        read_json(path / "summary.json")["heldout_loss"] for path in (run, undisturbed_run(ranks))
     ]
     assert losses[0] == losses[1]

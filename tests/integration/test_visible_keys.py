@@ -39,7 +39,7 @@ def masked_words(corpus: Path, run: Path, *more: str) -> list[str]:
     return overrides_of(corpus, run, *SETTINGS, *more)
 
 
-def started(corpus: Path, run: Path, *more: str, ranks: int = 1) -> ForkedRun:
+def start_masked(corpus: Path, run: Path, *more: str, ranks: int = 1) -> ForkedRun:
     return ForkedRun(masked_words(corpus, run, *more), ranks, run, main=main_with_known_peak)
 
 
@@ -87,9 +87,9 @@ def test_visible_keys_metric_matches_reference_if_resume_changes_rank_count(corp
     """The run stops between logged steps; micro-batches and ranks differ before and after."""
     run = tmp_path / "run"
     two = (*MASKED, "micro_batch_size=2")
-    said = started(corpus, run, *two, ranks=2).stop_at(Gate(run, 5))
+    said = start_masked(corpus, run, *two, ranks=2).stop_at(Gate(run, 5))
     assert "stopped by SIGTERM after step 5" in said or "after step 6" in said
-    said = started(corpus, run, *MASKED).finish()
+    said = start_masked(corpus, run, *MASKED).finish()
     assert "visible keys  " in said
     assert_counted(run, masked_words(corpus, run, *MASKED), {1: 2, 4: 2, 7: 1})
 
@@ -99,13 +99,13 @@ def test_visible_keys_metric_matches_reference_if_resume_changes_rank_count(corp
 def test_visible_keys_metric_matches_reference(corpus, tmp_path, packing):
     run = tmp_path / "run"
     masked = ("data.mask_documents=true", f"data.packing={packing}", "micro_batch_size=1")
-    started(corpus, run, *masked, ranks=2).finish()
+    start_masked(corpus, run, *masked, ranks=2).finish()
     assert_counted(run, masked_words(corpus, run, *masked), dict.fromkeys(INTERVALS, 2))
 
 
 def test_mfu_counts_flops_of_whole_sequences_if_document_mask_is_disabled(corpus, tmp_path):
     run = tmp_path / "run"
-    started(corpus, run).finish()
+    start_masked(corpus, run).finish()
     flops = without_storage(load_config(masked_words(corpus, run)).model).flops_per_token()
     for line in metrics(run):
         assert "data/visible_keys" not in line

@@ -42,7 +42,7 @@ def as_logged(run: StoredRun) -> list[dict[str, Any]]:
     return [without_times(line) for line in run.history]
 
 
-def recorded(run: Path) -> list[dict[str, Any]]:
+def recorded_steps(run: Path) -> list[dict[str, Any]]:
     """Return the values of each step in steps.npy and metrics.jsonl, without measured times."""
     rows = np.load(run / "steps.npy")
     lines = {line["step"]: line for line in metrics(run)}
@@ -54,13 +54,13 @@ def without_times(line: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in line.items() if not name.startswith(("_", *PERF))}
 
 
-def steps_of(run: StoredRun) -> list[int]:
+def stored_steps(run: StoredRun) -> list[int]:
     return [line["step"] for line in run.history]
 
 
 def assert_unfinished(stored: StoredRun, step: int) -> None:
     """Check that a run which was killed before `step` has the uploaded steps once."""
-    steps = steps_of(stored)
+    steps = stored_steps(stored)
     assert steps in ([*range(1, step - 1)], [*range(1, step)])
 
 
@@ -68,9 +68,9 @@ def wandb_id(run: Path) -> str:
     return read_json(run / "run.json")["wandb_id"]
 
 
-def assert_complete(server: WandbServer, run: Path, first: int = 1) -> None:
+def assert_history_complete(server: WandbServer, run: Path, first: int = 1) -> None:
     """Check that the wandb run of `run` has the steps from `first` to 30, each once."""
-    lines = recorded(run)
+    lines = recorded_steps(run)
     assert [line["step"] for line in lines] == list(range(first, 31))
     assert as_logged(server.runs[wandb_id(run)]) == lines
 
@@ -125,7 +125,7 @@ def test_history_has_each_step_once_after_three_stops(
     if mode in ("offline", "synced between"):
         sync(output)
     assert len(server.runs) == 1
-    assert_complete(server, run)
+    assert_history_complete(server, run)
 
 
 @pytest.mark.parametrize("earlier_steps", [0, 16])
@@ -149,7 +149,7 @@ def test_offline_run_has_all_steps_if_server_is_away_at_start(
     assert "wandb cannot go online, the run is recorded offline: " in output
     server.away = False
     sync(output)
-    assert_complete(server, run)
+    assert_history_complete(server, run)
     others = [stored for name, stored in server.runs.items() if name != wandb_id(run)]
     assert len(others) == bool(earlier_steps)
     for stored in others:
@@ -165,7 +165,7 @@ def test_offline_start_of_online_run_begins_new_wandb_run(
     run_until(server, corpus, run, 24, *OFFLINE)
     output = start(corpus, run, *OFFLINE).finish()
     sync(output)
-    assert_complete(server, run)
+    assert_history_complete(server, run)
     assert set(server.runs) == {first, wandb_id(run)}
     assert_unfinished(server.runs[first], 17)
 
@@ -184,7 +184,7 @@ def test_run_uploads_steps_of_time_without_server(
     server.away = False
     gates[1].open()
     process.finish()
-    assert_complete(server, run)
+    assert_history_complete(server, run)
 
 
 @pytest.mark.parametrize("step", [4, 17])
@@ -204,7 +204,7 @@ def test_resume_with_changed_settings_begins_new_wandb_run(
     assert set(server.runs) == {first, second}
     assert wandb_id(run) == second != first
     assert_unfinished(server.runs[first], step)
-    assert_complete(server, run)
+    assert_history_complete(server, run)
 
 
 def test_resume_after_repair_continues_newest_wandb_run(
@@ -219,7 +219,7 @@ def test_resume_after_repair_continues_newest_wandb_run(
         (repaired,) = json.loads(done.out)["runs"]
     start(corpus, run, *ONLINE).finish()
     assert wandb_id(run) == repaired["id"]
-    assert_complete(server, run)
+    assert_history_complete(server, run)
     assert former.files[HISTORY] == damaged
     assert len(server.runs) == 3
 
@@ -244,7 +244,7 @@ def test_late_refusal_of_wandb_records_id_of_offline_run(
     assert wandb_id(run) != online_id
     server.away = False
     sync(output)
-    assert_complete(server, run)
+    assert_history_complete(server, run)
 
 
 def test_resume_from_checkpoint_of_other_run_has_own_history(
@@ -258,6 +258,6 @@ def test_resume_from_checkpoint_of_other_run_has_own_history(
     process = start(corpus, run, *words)
     process.kill_at(gate)
     start(corpus, run, *words).finish()
-    assert_complete(server, run, first=11)
+    assert_history_complete(server, run, first=11)
     assert set(server.runs) == {wandb_id(source), wandb_id(run)}
     assert_unfinished(server.runs[wandb_id(source)], 17)

@@ -139,7 +139,7 @@ def sweep_words(tiny: list[str], variants: str, rates: str, seeds: str) -> list[
 
 
 @pytest.fixture(scope="module")
-def swept(tmp_path_factory, tiny, environment):
+def wandb_sweep(tmp_path_factory, tiny, environment):
     """Return the directory of a finished sweep, outputs/s in the directory of its command."""
     place = tmp_path_factory.mktemp("swept")
     words = sweep_words(tiny, "standard,diff_v2", "1e-3,3e-3", "0,1")
@@ -149,8 +149,8 @@ def swept(tmp_path_factory, tiny, environment):
 
 
 @pytest.mark.slow
-def test_groups_of_sweep_in_wandb_are_rows_of_report(swept):
-    rows = read([swept])[0].rows
+def test_groups_of_sweep_in_wandb_are_rows_of_report(wandb_sweep):
+    rows = read([wandb_sweep])[0].rows
     assert [row.label for row in rows] == [
         "standard lr=0.001", "standard lr=0.003", "diff_v2 lr=0.001", "diff_v2 lr=0.003",
     ]  # fmt: skip
@@ -160,13 +160,15 @@ def test_groups_of_sweep_in_wandb_are_rows_of_report(swept):
             (header,) = headers(run.path)
             assert (header.run_group, header.job_type) == (row.label, "tiny")
             assert (header.display_name, [*header.tags]) == (run.path.name, ["s"])
-    (comparison,) = headers(swept)
+    (comparison,) = headers(wandb_sweep)
     assert (comparison.run_group, comparison.display_name) == ("comparison", "s")
 
 
 @pytest.mark.slow
-def test_resumed_runs_of_extended_sweep_keep_recorded_groups(swept, tmp_path, tiny, environment):
-    sweep = shutil.copytree(swept, tmp_path / "outputs" / "s")
+def test_resumed_runs_of_extended_sweep_keep_recorded_groups(
+    wandb_sweep, tmp_path, tiny, environment
+):
+    sweep = shutil.copytree(wandb_sweep, tmp_path / "outputs" / "s")
     first_steps = "diff_v2-lr0.001-seed1"  # killed before its first checkpoint
     recorded = {
         "diff_v2-lr0.001-seed0": "a group",

@@ -19,7 +19,7 @@ logging.set_verbosity_error()
 
 
 @torch.no_grad()
-def read(request: dict) -> dict:
+def model_outputs(request: dict) -> dict:
     model, info = AutoModelForCausalLM.from_pretrained(
         request["directory"], trust_remote_code=True, output_loading_info=True
     )
@@ -55,4 +55,4 @@ def read(request: dict) -> dict:
 if __name__ == "__main__":
     requests, out = sys.argv[1:]
     with open(requests, encoding="utf-8") as file:
-        torch.save([read(request) for request in json.load(file)], out)
+        torch.save([model_outputs(request) for request in json.load(file)], out)

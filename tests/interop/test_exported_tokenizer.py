@@ -28,7 +28,7 @@ PIECES = (
 )  # fmt: skip
 
 
-def drawn(rng: random.Random) -> str:
+def drawn_text(rng: random.Random) -> str:
     """Draw a text of odd pieces, of any characters, or of repeated characters."""
     kind, size = rng.randrange(4), rng.randrange(30)
     if kind == 0:
@@ -43,7 +43,7 @@ def drawn(rng: random.Random) -> str:
 
 @pytest.mark.parametrize("number", slow_but([0], range(50)))
 def test_exported_fast_tokenizer_matches_tokenizer_of_run(tokenizer, number, rng):
-    texts = [drawn(rng) for _ in range(5_000)]
+    texts = [drawn_text(rng) for _ in range(5_000)]
     slow, fast = Tokenizer.from_file(tokenizer), fast_tokenizer(tokenizer)
     encoded = fast.encode_batch(texts, add_special_tokens=False)
     expected = slow.encode_batch(texts, threads=1)
@@ -53,7 +53,7 @@ def test_exported_fast_tokenizer_matches_tokenizer_of_run(tokenizer, number, rng
 
 
 @pytest.fixture
-def run_of(make_run):
+def run_with_tokenizer(make_run):
     """Return a function that writes an untrained run with a tokenizer of KINDS."""
 
     def make(kind):
@@ -68,15 +68,15 @@ def run_of(make_run):
 
 @pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("kind", KINDS)
-def test_transformers_and_run_encode_and_decode_alike(run_of, tmp_path, kind):
-    run, out = run_of(kind), tmp_path / "hf"
+def test_transformers_and_run_encode_and_decode_alike(run_with_tokenizer, tmp_path, kind):
+    run, out = run_with_tokenizer(kind), tmp_path / "hf"
     assert main(["export", f"run={run}", f"out={out}"]) == 0
     assert differing_texts(run, out) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("charmap", ["C", "ISO-8859-1"])
-def test_exports_do_not_depend_on_the_encoding_of_the_locale(run_of, tmp_path, charmap):
+def test_exports_do_not_depend_on_the_encoding_of_the_locale(run_with_tokenizer, tmp_path, charmap):
     locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     if charmap != "C":
         if shutil.which("localedef") is None:
@@ -84,7 +84,7 @@ def test_exports_do_not_depend_on_the_encoding_of_the_locale(run_of, tmp_path, c
         words = ["localedef", "-c", "-i", "en_US", "-f", charmap, str(tmp_path / "latin")]
         subprocess.run(words, check=True, capture_output=True)
         locale |= {"LC_ALL": "latin", "LOCPATH": str(tmp_path)}
-    runs = [run_of(kind) for kind in KINDS]
+    runs = [run_with_tokenizer(kind) for kind in KINDS]
     words = [sys.executable, tokenizer_kinds.__file__, *runs, tmp_path / "hf"]
     preferred = subprocess.run(
         [sys.executable, "-c", "import locale; print(locale.getpreferredencoding())"],

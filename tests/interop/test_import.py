@@ -53,7 +53,9 @@ FOREIGN = {
 }  # fmt: skip
 
 
-def saved(name: str, path: Path, tokenizer: Path, **options: object) -> torch.nn.Module:
+def save_foreign_model(
+    name: str, path: Path, tokenizer: Path, **options: object
+) -> torch.nn.Module:
     """Save a model of transformers with random weights and a tokenizer; return the model."""
     family, settings = FOREIGN[name]
     torch.manual_seed(0)
@@ -71,7 +73,7 @@ def saved(name: str, path: Path, tokenizer: Path, **options: object) -> torch.nn
 @pytest.mark.parametrize("name", slow_but(["llama_tied", "diffllama"], FOREIGN))
 @torch.no_grad()
 def test_imported_model_computes_same_logits_as_transformers(tmp_path, tokenizer, name):
-    theirs = saved(name, tmp_path / "hf", tokenizer)
+    theirs = save_foreign_model(name, tmp_path / "hf", tokenizer)
     assert main(["import", f"hf={tmp_path / 'hf'}", f"out={tmp_path / 'run'}"]) == 0
     ours, text = diffllm.load_model(tmp_path / "run")
     expected = theirs(IDS).logits
@@ -86,7 +88,7 @@ def test_imported_model_computes_same_logits_as_transformers(tmp_path, tokenizer
 )
 @torch.no_grad()
 def test_import_reads_sharded_files_and_bf16_parameters(tmp_path, tokenizer, options):
-    theirs = saved("llama", tmp_path / "hf", tokenizer, **options)
+    theirs = save_foreign_model("llama", tmp_path / "hf", tokenizer, **options)
     assert main(["import", f"hf={tmp_path / 'hf'}", f"out={tmp_path / 'run'}"]) == 0
     ours, _ = diffllm.load_model(tmp_path / "run")
     torch.testing.assert_close(ours(IDS), theirs(IDS).logits, rtol=0, atol=2e-5)
@@ -95,7 +97,7 @@ def test_import_reads_sharded_files_and_bf16_parameters(tmp_path, tokenizer, opt
 def test_commands_print_model_name_and_unknown_corpus_of_imported_run(
     tmp_path, tokenizer, output_of
 ):
-    saved("llama", tmp_path / "my llama", tokenizer)
+    save_foreign_model("llama", tmp_path / "my llama", tokenizer)
     run, two = tmp_path / "run", tmp_path / "two"
     assert "my-llama: 0.08M parameters, standard" in output_of(
         "import", f"hf={tmp_path / 'my llama'}", f"out={run}"
@@ -112,7 +114,7 @@ def test_commands_print_model_name_and_unknown_corpus_of_imported_run(
     assert "stdlib" not in page
 
 
-def parameters(run: Path) -> dict[str, Tensor]:
+def run_parameters(run: Path) -> dict[str, Tensor]:
     model, _ = diffllm.load_model(run)
     return {**dict(model.named_parameters()), **model.router_state()}
 
@@ -124,7 +126,7 @@ def test_export_then_import_keeps_parameters_bit_for_bit(make_run, tmp_path, nam
     own = ["own=true"] if architecture == "DiffLlamaForCausalLM" else []
     assert main(["export", f"run={run}", f"out={out}", *own]) == 0
     assert main(["import", f"hf={out}", f"out={back}"]) == 0
-    before, after = parameters(run), parameters(back)
+    before, after = run_parameters(run), run_parameters(back)
     if architecture == "Qwen3MoeForCausalLM":  # Qwen3MoE has no bias and load of routers
         before = {key: value for key, value in before.items() if ".router.load" not in key}
         before = {key: value for key, value in before.items() if ".router.bias" not in key}
@@ -189,9 +191,9 @@ def test_perturb_argument_changes_only_second_query_head_of_each_pair(make_run, 
     run, out = make_run("source", "attention=standard"), tmp_path / "out"
     words = ["attention=diff_v2", "perturb=0.1", "seed=3"]
     assert main(["import", f"hf={run}", f"out={out}", *words]) == 0
-    source = parameters(run)["layers.0.attention.wq.weight"]
+    source = run_parameters(run)["layers.0.attention.wq.weight"]
     width = load_run_config(run).model.head_dim
-    pairs = parameters(out)["layers.0.attention.wq.weight"].unflatten(0, (-1, 2, width))
+    pairs = run_parameters(out)["layers.0.attention.wq.weight"].unflatten(0, (-1, 2, width))
     assert torch.equal(pairs[:, 0].flatten(0, 1), source)
     moved = (pairs[:, 1].flatten(0, 1) - source).square().mean().sqrt()
     assert 0.09 < moved / source.square().mean().sqrt() < 0.11
@@ -260,7 +262,7 @@ def test_import_of_damaged_model_directory_prints_a_single_error_line(
     tmp_path, tokenizer, error_of, what
 ):
     source = tmp_path / "hf"
-    saved("llama", source, tokenizer)
+    save_foreign_model("llama", source, tokenizer)
     spoil, said = SPOILT[what]
     spoil(source)
     error = error_of("import", f"hf={source}", f"out={tmp_path / 'out'}")
@@ -272,7 +274,7 @@ def test_import_refuses_tokenizer_larger_than_model_vocabulary(
     tmp_path, tokenizer, error_of, monkeypatch
 ):
     monkeypatch.setitem(SMALL, "vocab_size", 300)
-    saved("llama", tmp_path / "hf", tokenizer)
+    save_foreign_model("llama", tmp_path / "hf", tokenizer)
     assert "400 tokens, but vocab_size in config.json is 300" in error_of(
         "import", f"hf={tmp_path / 'hf'}", f"out={tmp_path / 'out'}"
     )

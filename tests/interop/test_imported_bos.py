@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from runs.json_files import read_json, write_json
-from test_import import saved
+from test_import import save_foreign_model
 from tokenizer_kinds import BOS, EOS, KINDS, LINES, UNK, differing_texts
 
 import diffllm
@@ -26,7 +26,7 @@ PROMPT = "def größe(x):\n    return"
 def model_directory(request: pytest.FixtureRequest, tmp_path: Path, tokenizer: Path) -> Path:
     """Write a Llama model whose tokenizer puts a BOS before each text."""
     place = tmp_path / "hf"
-    saved("llama", place, tokenizer)
+    save_foreign_model("llama", place, tokenizer)
     (place / "tokenizer.model").unlink()
     KINDS[request.param](place)
     if request.param == "dummy_prefix":

@@ -65,7 +65,7 @@ def section() -> str:
     )
 
 
-def command(start: str) -> list[str]:
+def documented_command(start: str) -> list[str]:
     """Return the last documented command with this start, as a command of this environment."""
     blocks = re.findall(r"^```\n(.*?)^```", section(), re.DOTALL | re.MULTILINE)
     lines = "".join(blocks).replace("\\\n", "").splitlines()
@@ -128,11 +128,11 @@ def test_lm_eval_scores_of_export_match_scores_of_run(make_run, tmp_path, varian
     (tmp_path / "outputs").mkdir()
     run = make_run("outputs/mine", f"attention={variant}")
     write_tasks(tmp_path / "tasks")
-    evaluation = command("lm_eval")
+    evaluation = documented_command("lm_eval")
     evaluation[evaluation.index("mine")] = "mine,texts,ended,continued"
     more = ["--device", "cpu", "--batch_size", "4", "--output_path", "out", "--log_samples"]
     offline = {"HF_DATASETS_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
-    for words in (command("diffllm export"), [*evaluation, *more]):
+    for words in (documented_command("diffllm export"), [*evaluation, *more]):
         ended = subprocess.run(
             words,
             cwd=tmp_path,

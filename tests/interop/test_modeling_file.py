@@ -40,7 +40,7 @@ GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
 
 
 @pytest.fixture
-def opened(make_run, tmp_path):
+def export_of(make_run, tmp_path):
     """Return a function that exports the run of a case and loads the export."""
 
     def make(name: str, **options: object) -> nn.Module:
@@ -56,7 +56,7 @@ def opened(make_run, tmp_path):
     return make
 
 
-def close(found: torch.Tensor, expected: torch.Tensor, what: object) -> None:
+def assert_close_logits(found: torch.Tensor, expected: torch.Tensor, what: object) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5, msg=str(what))
 
 
@@ -68,27 +68,29 @@ def greedy(model: nn.Module, **options: object) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", slow_but(["standard_sink", "diff_v1_clamped"], NAMES))
 @torch.no_grad()
-def test_exported_model_returns_same_logits_as_original_run(opened, tmp_path, name):
-    model = opened(name)
+def test_exported_model_returns_same_logits_as_original_run(export_of, tmp_path, name):
+    model = export_of(name)
     expected = diffllm.load_model(tmp_path / name)[0](IDS)
     padded = torch.cat((torch.zeros(2, 3, dtype=torch.long), IDS), dim=1)
     mask = (torch.arange(27) >= 3).long().expand(2, -1)
     for implementation in ("sdpa", "eager"):
-        chosen = opened(name, attn_implementation=implementation)
+        chosen = export_of(name, attn_implementation=implementation)
         model.set_attn_implementation(implementation)
         for each in (chosen, model):
-            close(each(IDS).logits, expected, (name, implementation))
+            assert_close_logits(each(IDS).logits, expected, (name, implementation))
             found = each(padded, attention_mask=mask).logits[:, 3:]
-            close(found, expected, (name, implementation, "padded"))
+            assert_close_logits(found, expected, (name, implementation, "padded"))
         model.config._attn_implementation = "eager" if implementation == "sdpa" else "sdpa"
-        close(model(IDS).logits, expected, (name, implementation, "changed in the config"))
+        assert_close_logits(
+            model(IDS).logits, expected, (name, implementation, "changed in the config")
+        )
 
 
 @pytest.mark.parametrize("name", WITH_MAPS)
-def test_exported_model_refuses_unsupported_attn_implementation(opened, name):
+def test_exported_model_refuses_unsupported_attn_implementation(export_of, name):
     with pytest.raises(ValueError, match="does not support Flash Attention"):
-        opened(name, attn_implementation="flash_attention_2")
-    model = opened(name)
+        export_of(name, attn_implementation="flash_attention_2")
+    model = export_of(name)
     for implementation in ("flash_attention_2", "flex_attention"):  # set directly, as users may do
         model.config._attn_implementation = implementation
         with pytest.raises(ValueError, match=f"attn_implementation='{implementation}' cannot"):
@@ -98,8 +100,8 @@ def test_exported_model_refuses_unsupported_attn_implementation(opened, name):
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", slow_but(["standard_sink", "diff_v1_clamped"], NAMES))
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_continuous_batching_returns_same_tokens_as_generate(opened, name, implementation):
-    model = opened(name, attn_implementation=implementation)
+def test_continuous_batching_returns_same_tokens_as_generate(export_of, name, implementation):
+    model = export_of(name, attn_implementation=implementation)
     found = model.generate_batch(
         IDS.tolist(),
         generation_config=transformers.GenerationConfig(**GREEDY),
@@ -113,8 +115,8 @@ def test_continuous_batching_returns_same_tokens_as_generate(opened, name, imple
 
 @pytest.mark.parametrize("name", slow_but(["standard_sink", "diff_v1_clamped"], NAMES))
 @torch.no_grad()
-def test_output_attentions_option_returns_one_causal_map_per_head(opened, name):
-    model = opened(name, attn_implementation="eager")
+def test_output_attentions_option_returns_one_causal_map_per_head(export_of, name):
+    model = export_of(name, attn_implementation="eager")
     shape = 2, model.config.num_attention_heads
     sums = []
     for maps in model(IDS, output_attentions=True).attentions:
@@ -126,7 +128,7 @@ def test_output_attentions_option_returns_one_causal_map_per_head(opened, name):
         if name in ("standard_sink", "standard_off_by_one"):
             assert (total < 1).all()  # the sink has the remaining weight
         else:
-            close(total, ones, name)
+            assert_close_logits(total, ones, name)
     again = model.generate(IDS, **GREEDY, output_attentions=True, return_dict_in_generate=True)
     for step, layers in enumerate(again.attentions):
         queries = 24 if step == 0 else 1
@@ -135,15 +137,15 @@ def test_output_attentions_option_returns_one_causal_map_per_head(opened, name):
 
 @pytest.mark.parametrize("name", slow_but(["standard_sink"], NAMES[:-1]))
 @torch.no_grad()
-def test_torch_export_program_returns_same_logits_as_model(opened, name):
-    model = opened(name, attn_implementation="sdpa")
+def test_torch_export_program_returns_same_logits_as_model(export_of, name):
+    model = export_of(name, attn_implementation="sdpa")
     program = torch.export.export(
         model, (), {"input_ids": IDS, "use_cache": False},
         dynamic_shapes={"input_ids": {0: torch.export.Dim("batch", max=8)}, "use_cache": None},
     )  # fmt: skip
     for ids in (IDS, IDS[[0, 1, 0]]):
         found = program.module()(input_ids=ids, use_cache=False).logits
-        close(found, model(ids).logits, (name, len(ids)))
+        assert_close_logits(found, model(ids).logits, (name, len(ids)))
 
 
 def compiled(model: nn.Module, backend: str) -> list[list[int]]:
@@ -164,15 +166,15 @@ def compiled(model: nn.Module, backend: str) -> list[list[int]]:
         *(pytest.param(name, "inductor", marks=pytest.mark.slow) for name in NAMES[:-1]),
     ],
 )
-def test_exported_model_generates_same_tokens_after_compilation(opened, name, backend):
-    model = opened(name)
+def test_exported_model_generates_same_tokens_after_compilation(export_of, name, backend):
+    model = export_of(name)
     assert model._can_compile_fullgraph
     assert compiled(model, backend) == greedy(model)
 
 
 @pytest.mark.slow
-def test_exported_moe_model_refuses_compilation_and_torch_export(opened):
-    model = opened("mixture")
+def test_exported_moe_model_refuses_compilation_and_torch_export(export_of):
+    model = export_of("mixture")
     assert not model._can_compile_fullgraph
     with pytest.raises(Exception, match="data-dependent expression"):
         compiled(model, "eager")
@@ -275,8 +277,8 @@ def test_modeling_file_raises_value_error_for_unsupported_rope_settings(rope, sa
 
 
 @pytest.mark.slow
-def test_modeling_file_raises_import_error_if_transformers_is_too_old(opened, tmp_path):
-    opened("diff_v2")
+def test_modeling_file_raises_import_error_if_transformers_is_too_old(export_of, tmp_path):
+    export_of("diff_v2")
     directory = tmp_path / "hf" / "diff_v2"
     config = read_json(directory / "config.json")
     assert config["transformers_version"] == "5.4.0"

@@ -126,7 +126,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-def texts(count: int) -> list[str]:
+def tokenizer_texts(count: int) -> list[str]:
     rng = random.Random(20261124)
     drawn = ["".join(rng.choices(PIECES, k=rng.randrange(12))) for _ in range(count)]
     return [*LINES, "", " ", " two  spaces\n", *drawn]
@@ -141,7 +141,7 @@ def differing_texts(run: Path, exported: Path) -> list[str]:
     ours = Tokenizer.from_file(tokenizer_of(run))
     theirs = AutoTokenizer.from_pretrained(exported)
     different = []
-    for text in texts(300):
+    for text in tokenizer_texts(300):
         ids = theirs(text)["input_ids"]
         decoded = theirs.decode(ids, skip_special_tokens=True)
         if ids != ours.encode(text) or decoded != ours.decode(ids):

@@ -20,12 +20,12 @@ logging.set_verbosity_error()
 IDS = torch.randint(2, 400, (4, 48), generator=torch.Generator().manual_seed(0))
 
 
-def opened(directory: str, **options: object) -> torch.nn.Module:
+def loaded_export(directory: str, **options: object) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True, **options)
 
 
-def trained(directory: str) -> dict:
-    model = opened(directory)
+def trainer_results(directory: str) -> dict:
+    model = loaded_export(directory)
     with tempfile.TemporaryDirectory() as place:
         arguments = TrainingArguments(
             place, max_steps=10, learning_rate=3e-3, logging_steps=1, report_to=[], use_cpu=True,
@@ -36,7 +36,7 @@ def trained(directory: str) -> dict:
         trainer = Trainer(model, arguments, train_dataset=rows)
         trainer.train()
         model.save_pretrained(f"{place}/saved")
-        again = opened(f"{place}/saved").eval()
+        again = loaded_export(f"{place}/saved").eval()
         with torch.no_grad():
             kept = (again(IDS).logits - model.eval()(IDS).logits).abs().max().item()
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
@@ -49,7 +49,7 @@ def same_gradients(directory: str) -> dict:
     grads = {}
     for name, options in (("default", {}), ("eager", {"attn_implementation": "eager"})):
         for checkpointing in (False, True):
-            model = opened(directory, **options).train()
+            model = loaded_export(directory, **options).train()
             if checkpointing:
                 model.gradient_checkpointing_enable({"use_reentrant": False})
             output = model(IDS, labels=IDS)
@@ -66,4 +66,4 @@ def same_gradients(directory: str) -> dict:
 if __name__ == "__main__":
     *directories, out = sys.argv[1:]
     with open(out, "w", encoding="utf-8") as file:
-        json.dump([trained(directory) for directory in directories], file)
+        json.dump([trainer_results(directory) for directory in directories], file)

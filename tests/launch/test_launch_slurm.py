@@ -24,7 +24,9 @@ SQUEUE = "import os; print(os.environ['STATE'])\n"
 SCONTROL = "import json, sys; json.dump(sys.argv[1:], open('scontrol.json', 'w'))\n"
 
 
-def job(directory: Path, *words: str, code: int = 0, marker: bool = False, state: str = "RUNNING"):
+def job_calls(
+    directory: Path, *words: str, code: int = 0, marker: bool = False, state: str = "RUNNING"
+):
     """Run the script as job 77; return its exit code, and the arguments of srun and scontrol."""
     for name, script in (("srun", SRUN), ("squeue", SQUEUE), ("scontrol", SCONTROL)):
         fake(directory / "bin", name, script)
@@ -43,7 +45,7 @@ def job(directory: Path, *words: str, code: int = 0, marker: bool = False, state
 
 def test_slurm_script_passes_config_overrides_unchanged(tmp_path):
     (tmp_path / "trap.jsonl").touch()  # An unquoted * would expand to this name.
-    code, srun, _ = job(tmp_path, *AWKWARD)
+    code, srun, _ = job_calls(tmp_path, *AWKWARD)
     assert code == 0
     begin = ["--kill-on-bad-exit=1", "python", "-m", "diffllm", "train"]
     assert srun == [*begin, "run.dir=outputs/slurm-77", *AWKWARD]
@@ -63,7 +65,7 @@ def test_slurm_script_passes_config_overrides_unchanged(tmp_path):
 def test_slurm_script_requeues_job_only_if_requeue_marker_exists(
     tmp_path, code, marker, state, requeued
 ):
-    exit_code, _, scontrol = job(tmp_path, code=code, marker=marker, state=state)
+    exit_code, _, scontrol = job_calls(tmp_path, code=code, marker=marker, state=state)
     assert exit_code == code
     assert scontrol == (["requeue", "77"] if requeued else None)
 
@@ -72,6 +74,6 @@ def test_slurm_script_finds_requeue_marker_in_custom_run_directory(
     tmp_path,
 ):
     words = ["attention=gated", "run.dir=elsewhere/a b", "seed=1"]
-    _, srun, scontrol = job(tmp_path, *words, marker=True)
+    _, srun, scontrol = job_calls(tmp_path, *words, marker=True)
     assert srun[-3:] == words
     assert scontrol == ["requeue", "77"]

@@ -55,7 +55,7 @@ def fake(directory: Path, name: str, script: str) -> None:
 RECORD = "import json, os, sys; json.dump(sys.argv[1:], open(os.environ['SEEN'], 'w'))\n"
 
 
-def recorded(tmp_path: Path, script: Path, words: list[str], **variables: str) -> list[str]:
+def recorded_call(tmp_path: Path, script: Path, words: list[str], **variables: str) -> list[str]:
     fake(tmp_path / "bin", "torchrun", RECORD)
     seen = tmp_path / "seen.json"
     env = environment_with(tmp_path / "bin", SEEN=str(seen), **variables)
@@ -73,15 +73,15 @@ def test_launch_scripts_have_valid_syntax(script):
 @pytest.mark.parametrize("variables", [{}, {"NNODES": "2", "RDZV_ENDPOINT": "node1:29400"}])
 def test_torchrun_script_passes_config_overrides_unchanged(tmp_path, variables):
     (tmp_path / "trap.jsonl").touch()  # An unquoted * would expand to this name.
-    seen = recorded(tmp_path, SCRIPT, AWKWARD, **variables)
+    seen = recorded_call(tmp_path, SCRIPT, AWKWARD, **variables)
     assert seen[seen.index("train") + 1 :] == AWKWARD
 
 
 def test_torchrun_script_uses_rendezvous_endpoint_only_for_several_nodes(tmp_path):
-    one = recorded(tmp_path, SCRIPT, [])
+    one = recorded_call(tmp_path, SCRIPT, [])
     assert one[:3] == ["--standalone", "--nproc-per-node=auto", "--max-restarts=0"]
     assert one[3:] == ["-m", "diffllm", "train"]
-    many = recorded(
+    many = recorded_call(
         tmp_path, SCRIPT, [], NNODES="1:4", RDZV_ENDPOINT="n1:29400", RDZV_ID="job 7",
         NPROC_PER_NODE="8", MAX_RESTARTS="10", LOCAL_ADDR="10.0.0.2",
     )  # fmt: skip
@@ -142,7 +142,7 @@ def test_torchrun_script_exits_with_75_only_if_requeue_marker_exists(
     assert given[given.index("train") + 1 :] == [f"run.dir={run}"] * named + ["seed=1"]
 
 
-def started(words: list[str], **variables: str) -> subprocess.Popen:
+def started_process(words: list[str], **variables: str) -> subprocess.Popen:
     return subprocess.Popen(
         [str(word) for word in words],
         env=environment_with(Path("/nowhere"), **variables),
@@ -154,7 +154,7 @@ def started(words: list[str], **variables: str) -> subprocess.Popen:
     )
 
 
-def finish(process: subprocess.Popen, code: int = 0) -> str:
+def finished_output(process: subprocess.Popen, code: int = 0) -> str:
     """Return the output of a process that exits with `code`; kill its process tree at a timeout."""
     try:
         output, _ = process.communicate(timeout=PATIENCE_S)
@@ -178,10 +178,10 @@ def test_workers_save_checkpoint_after_signal_to_torchrun_script(tmp_path):
     stops = ((signal.SIGTERM, "1", 0), (signal.SIGUSR1, "1", 0), (signal.SIGINT, "2", 130))
     for number, ranks, code in stops:
         words = overrides_of(corpus, run, *SMALL)
-        process = started([SCRIPT, *words], NPROC_PER_NODE=ranks)
+        process = started_process([SCRIPT, *words], NPROC_PER_NODE=ranks)
         wait_for(lambda: steps_logged(run)[last:], process, f"step after {last}")  # noqa: B023
         process.send_signal(number)
-        output = finish(process, code)
+        output = finished_output(process, code)
         assert f"stopped by {number.name} after step" in output
         assert "Traceback" not in output
         assert (run / "requeue").exists() == (number != signal.SIGINT)
@@ -208,7 +208,7 @@ def test_torchrun_ends_if_script_receives_signal_before_workers_start(tmp_path):
 @pytest.mark.slow
 def test_worker_processes_end_if_torchrun_is_killed(tmp_path):
     corpus, run = prepared_corpus(tmp_path), tmp_path / "run"
-    process = started(command_line(corpus, run, *SMALL, ranks=2))
+    process = started_process(command_line(corpus, run, *SMALL, ranks=2))
     wait_for((run / "metrics.jsonl").exists, process, "first step")
     below = descendants(process.pid)
     assert len(below) >= 2

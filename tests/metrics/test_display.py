@@ -13,7 +13,7 @@ from diffllm.metrics.display import Copied, Display, RunLog, frequency_text, spi
 STEPS = 2000
 
 
-def values(step: int, **more: float) -> dict[str, Any]:
+def step_values(step: int, **more: float) -> dict[str, Any]:
     """Return metrics whose loss equals the step."""
     return {
         "train/loss": float(step), "train/grad_norm": 1.0, "train/lr": 1e-3,
@@ -21,11 +21,11 @@ def values(step: int, **more: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def shown(display: Display, steps: list[int], evaluated: int = 0) -> None:
+def show_steps(display: Display, steps: list[int], evaluated: int = 0) -> None:
     display.start(0)
     for step in steps:
         more = {"eval/loss": 9.0} if step == evaluated else {}
-        display.show(step, values(step, **more), 1.0)
+        display.show(step, step_values(step, **more), 1.0)
     display.stop()
 
 
@@ -45,7 +45,7 @@ def staying(screen: str) -> list[int]:
 def test_progress_display_leaves_20_to_50_loss_lines_on_terminal():
     """The lines include the first and the last step, and more steps at the start."""
     display, screen = on_terminal()
-    shown(display, [1, *range(10, STEPS + 1, 10)])
+    show_steps(display, [1, *range(10, STEPS + 1, 10)])
     steps = staying(screen.getvalue())
     assert steps[:4] == [1, 10, 20, 30]
     assert steps[-1] == STEPS
@@ -56,7 +56,7 @@ def test_progress_display_leaves_20_to_50_loss_lines_on_terminal():
 
 def test_progress_display_prints_one_line_per_heldout_loss():
     display, screen = on_terminal()
-    shown(display, [1, *range(10, STEPS + 1, 10)], evaluated=1010)
+    show_steps(display, [1, *range(10, STEPS + 1, 10)], evaluated=1010)
     assert 1010 in staying(screen.getvalue())
     assert "step 1010/2000  loss 1010.000" in screen.getvalue()
     assert "held-out 9.000" in screen.getvalue()
@@ -71,7 +71,7 @@ def test_run_log_contains_every_logged_step_and_warning(tmp_path, capsys):
     log.open(tmp_path / "run.log")
     display.start(0)
     to_stderr("warning: next to the bar")
-    display.show(10, values(10), 1.0)
+    display.show(10, step_values(10), 1.0)
     display.stop()
     to_stderr("warning: after it")
     log.close()

@@ -28,7 +28,7 @@ PLACE = BatchPlace("9da6", 0, 0, 32, "stream", {"corpus": [48, 56]})
 SKIPPED = Event("skipped", 7, 448, value=5.5, lr=1e-3, batch=PLACE)
 
 
-def series(seed: int, steps: int = 600) -> np.ndarray:
+def noisy_series(seed: int, steps: int = 600) -> np.ndarray:
     """Return noise with planted spikes, drops, NaN and infinity, (steps,)."""
     rng = np.random.default_rng(seed)
     values = 3 + 3 * np.exp(-np.arange(steps) / 60) + rng.normal(0, 0.1, steps)
@@ -42,7 +42,7 @@ def series(seed: int, steps: int = 600) -> np.ndarray:
 def test_events_of_each_definition_equal_its_count_and_have_height_above_its_threshold(seed):
     monitor, events = SpikeMonitor(), []
     rng = np.random.default_rng(seed + 100)
-    losses, norms = series(seed), np.abs(series(seed + 10))
+    losses, norms = noisy_series(seed), np.abs(noisy_series(seed + 10))
     for step, (loss, norm) in enumerate(zip(losses.tolist(), norms.tolist(), strict=True), 1):
         skipped = bool(rng.random() < 0.02)
         spikes = monitor.update(loss, norm, skipped)
@@ -103,7 +103,7 @@ def test_heights_are_distances_in_standard_deviations_of_each_definition():
     assert monitor.update(float(high), 1.0)["spikes/loss"].height == pytest.approx(15)
 
 
-def write(path: Path, events: list[Event], last_step: int = 0) -> None:
+def append_events(path: Path, events: list[Event], last_step: int = 0) -> None:
     file = EventsFile(path, last_step)
     for event in events:
         file.write(event)
@@ -115,11 +115,11 @@ def test_resume_removes_only_events_of_repeated_steps(tmp_path, last):
     path = tmp_path / EVENTS
     steps = [replace(SKIPPED, step=step) for step in (3, 5, 7)]
     processes = [Event("restart", 2, 64), Event("stall", 7, 448, detail="rank 1 is missing")]
-    write(path, [*steps, *processes])
+    append_events(path, [*steps, *processes])
     with open(path, "ab") as stream:
         stream.write(b'{"kind": "skipped", "st')
     assert read_events(tmp_path) == [*steps, *processes]
-    write(path, [replace(SKIPPED, step=10)], last)
+    append_events(path, [replace(SKIPPED, step=10)], last)
     expected = [event for event in steps if event.step <= last]
     assert read_events(tmp_path) == [*expected, *processes, replace(SKIPPED, step=10)]
 
@@ -161,7 +161,9 @@ def test_full_disk_damages_no_line_and_missing_events_are_written_later(tmp_path
 
 
 def test_values_that_are_not_finite_are_null(tmp_path):
-    write(tmp_path / EVENTS, [replace(SKIPPED, value=math.nan), replace(SKIPPED, value=math.inf)])
+    append_events(
+        tmp_path / EVENTS, [replace(SKIPPED, value=math.nan), replace(SKIPPED, value=math.inf)]
+    )
     assert [event.value for event in read_events(tmp_path)] == [None, None]
 
 
@@ -200,7 +202,7 @@ def test_failed_write_removes_no_stall_of_another_process(tmp_path, monkeypatch)
     ],
 )
 def test_damaged_event_is_refused_with_number_of_its_line(tmp_path, changes, message):
-    write(tmp_path / EVENTS, [SKIPPED, replace(SKIPPED, **changes)])
+    append_events(tmp_path / EVENTS, [SKIPPED, replace(SKIPPED, **changes)])
     with pytest.raises(CheckpointError, match=f"events.jsonl is damaged: {message}"):
         read_events(tmp_path)
 

@@ -20,13 +20,13 @@ from diffllm.metrics.steps import STEP_DTYPE, StepsFile
 from diffllm.metrics.table import METRICS, metric_of
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
+def complete_lines(path: Path) -> list[dict[str, Any]]:
     text = path.read_text(encoding="utf-8")
     assert text == "" or text.endswith("\n")
     return [strict_json(line) for line in text.splitlines()]
 
 
-def write(path: Path, steps: Iterator[int] | range, last_step: int = 0) -> None:
+def append_metrics(path: Path, steps: Iterator[int] | range, last_step: int = 0) -> None:
     file = MetricsFile(path, last_step)
     for step in steps:
         file.write({"step": step, "train/loss": 1.0 / step})
@@ -37,13 +37,13 @@ def test_metrics_file_contains_complete_line_after_each_write(tmp_path):
     file = MetricsFile(tmp_path / "metrics.jsonl")
     for step in range(1, 4):
         file.write({"step": step, "train/loss": 0.5, "note": "ünïcode\n"})
-        assert lines(tmp_path / "metrics.jsonl")[-1] == {
+        assert complete_lines(tmp_path / "metrics.jsonl")[-1] == {
             "step": step,
             "train/loss": 0.5,
             "note": "ünïcode\n",
         }
     file.close()
-    assert len(lines(tmp_path / "metrics.jsonl")) == 3
+    assert len(complete_lines(tmp_path / "metrics.jsonl")) == 3
 
 
 def test_metrics_file_contains_null_for_nan_and_infinity(tmp_path):
@@ -51,7 +51,7 @@ def test_metrics_file_contains_null_for_nan_and_infinity(tmp_path):
     values = {"step": 1, "a": math.nan, "b": math.inf, "c": -math.inf, "d": 1e308, "e": None}
     file.write(values)
     file.close()
-    assert lines(tmp_path / "metrics.jsonl") == [
+    assert complete_lines(tmp_path / "metrics.jsonl") == [
         {"step": 1, "a": None, "b": None, "c": None, "d": 1e308, "e": None}
     ]
     assert math.isnan(values["a"])
@@ -59,20 +59,20 @@ def test_metrics_file_contains_null_for_nan_and_infinity(tmp_path):
 
 def test_metrics_file_is_emptied_if_run_starts_from_step_0(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    write(path, range(1, 5))
-    write(path, range(1, 3))
-    assert [line["step"] for line in lines(path)] == [1, 2]
+    append_metrics(path, range(1, 5))
+    append_metrics(path, range(1, 3))
+    assert [line["step"] for line in complete_lines(path)] == [1, 2]
 
 
 @pytest.mark.parametrize("last", [1, 3, 9])
 def test_resume_removes_lines_of_later_steps_from_metrics_file(tmp_path, last):
     path = tmp_path / "metrics.jsonl"
-    write(path, range(1, 6))
-    before = lines(path)
-    write(path, range(last + 1, last + 3), last)
+    append_metrics(path, range(1, 6))
+    before = complete_lines(path)
+    append_metrics(path, range(last + 1, last + 3), last)
     kept = [line for line in before if line["step"] <= last]
-    assert lines(path)[: len(kept)] == kept
-    assert [line["step"] for line in lines(path)[len(kept) :]] == [last + 1, last + 2]
+    assert complete_lines(path)[: len(kept)] == kept
+    assert [line["step"] for line in complete_lines(path)[len(kept) :]] == [last + 1, last + 2]
 
 
 @pytest.mark.parametrize(
@@ -82,10 +82,10 @@ def test_resume_removes_lines_of_later_steps_from_metrics_file(tmp_path, last):
 def test_resume_ignores_invalid_bytes_at_end_of_metrics_file(tmp_path, junk):
     """A kill can truncate the last line; a power failure can leave invalid bytes."""
     path = tmp_path / "metrics.jsonl"
-    write(path, range(1, 4))
+    append_metrics(path, range(1, 4))
     path.write_bytes(path.read_bytes() + junk)
-    write(path, range(4, 5), last_step=3)
-    assert [line["step"] for line in lines(path)] == [1, 2, 3, 4]
+    append_metrics(path, range(4, 5), last_step=3)
+    assert [line["step"] for line in complete_lines(path)] == [1, 2, 3, 4]
 
 
 def test_metrics_file_writes_missing_lines_after_disk_space_is_freed(tmp_path, capfd):

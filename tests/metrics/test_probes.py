@@ -30,7 +30,7 @@ PROBED = {metric.quantity for metric in METRICS if metric.probe}
 COMMON = PROBED - {"lambda_head"}
 
 
-def rows(size=2):
+def token_rows(size=2):
     tokens = torch.randint(10, 64, (size, LENGTH))
     tokens[0, [2, 7]] = END
     return tokens
@@ -59,7 +59,7 @@ def largest_logit(attention, x, rope, allowed):
     )
 
 
-def expected(attention, x, rope, mask, allowed):
+def reference_probes(attention, x, rope, mask, allowed):
     """Return the expected statistics, computed per query from the maps of the whole sequence."""
     q, k, _ = attention.project(x, rope)
     maps = {n: m.double() for n, m in attention.maps(x, q, k, mask).items()}
@@ -90,7 +90,7 @@ def expected(attention, x, rope, mask, allowed):
 @pytest.mark.parametrize("variant", slow_but(families(variants()), variants()))
 def test_attention_statistics_match_plain_loop_reference(variant, masked):
     model = tiny_model(f"attention={variant}", f"seq_len={LENGTH}", "model.init_std=0.3")
-    tokens = rows()
+    tokens = token_rows()
     documents = Documents.of(tokens, END) if masked else None
     attention = model.layers[1].attention
     x = torch.randn(2, LENGTH, model.cfg.dim)
@@ -105,7 +105,7 @@ def test_attention_statistics_match_plain_loop_reference(variant, masked):
 
     by_head = found.pop("lambda_head", None)
     values = {name: value.item() for name, value in found.items()}
-    assert values == pytest.approx(expected(attention, x, rope, mask, allowed), abs=2e-5)
+    assert values == pytest.approx(reference_probes(attention, x, rope, mask, allowed), abs=2e-5)
     assert (by_head is not None) == (
         variant in ("diff_v2_lambda_scalar", "diff_v2_no_sigmoid", "diff_v2_unshared_kv")
         or variant in ("diff_v2", "diff_v2_head_norm", "diff_v2_2x_context")
@@ -118,7 +118,7 @@ def test_attention_statistics_match_plain_loop_reference(variant, masked):
 @pytest.mark.parametrize("variant", ["standard", "diff_v1", "diff_v2"])
 def test_loss_is_unchanged_if_attention_statistics_are_collected(variant):
     model = tiny_model(f"attention={variant}", f"seq_len={LENGTH}", "model.init_std=0.3")
-    tokens = rows()
+    tokens = token_rows()
     plain = model(tokens, tokens, diagnose=True)
     probed = model(tokens, tokens, diagnose=True, probe=POSITIONS)
     heads = {"lambda_head"} if variant == "diff_v2" else set()

@@ -35,7 +35,7 @@ def flags(values, log=False):
     return [i for i, value in enumerate(values) if counter.update(value)], counter
 
 
-def recomputed(values):
+def reference_spikes(values):
     """Return spikes and number of judged values of a finite series, by the definition."""
     spikes, left_out, distances, points, judged = [], [], [], [], 0
     for t, value in enumerate(values):
@@ -72,7 +72,7 @@ def test_event_counter_matches_independent_implementation(seed):
         values[at] += jump
     values[500:530] += 2  # a new level: nine spikes, then a new line
     spikes, counter = flags(values.tolist())
-    expected, judged = recomputed(values)
+    expected, judged = reference_spikes(values)
     assert spikes == expected
     assert counter.judged == judged
     assert {40, 200, 201, 600, *range(500, 509)} <= set(spikes)
@@ -131,7 +131,7 @@ def test_event_counter_detects_only_artificial_spike_in_recorded_losses():
     assert flags(planted)[0] == [200]
 
 
-def table(title):
+def page_table(title):
     """Return a table of docs/spikes.md: a dict from the first cell of a row to the other cells."""
     (text,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
     lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
@@ -155,7 +155,7 @@ def share_found(run_names, definition, height, kind="loss"):
 @pytest.mark.parametrize("definition", DEFINITIONS)
 @pytest.mark.parametrize("noise", slow_but(["0.4 nats"], NOISE))
 def test_detection_rates_of_loss_spikes_match_documentation(noise, definition):
-    lines = table("Found spikes")
+    lines = page_table("Found spikes")
     column = lines["Spike"].index(f"{definition}, noise {noise}")
     told = {first: cells[column] for first, cells in lines.items() if first[0].isdigit()}
     assert list(told) == ["0.5 nats", "1 nat", "2 nats", "3 nats"]
@@ -183,7 +183,9 @@ def test_detection_rates_of_gradient_norm_spikes_match_reference(definition):
 @pytest.mark.slow
 def test_spikes_in_pure_noise_occur_at_documented_rates():
     told = {
-        first: float(cells[0]) for first, cells in table("False alarms").items() if first in LAWS
+        first: float(cells[0])
+        for first, cells in page_table("False alarms").items()
+        if first in LAWS
     }
     assert told.keys() == LAWS.keys()
     for law, runs in LAWS.items():

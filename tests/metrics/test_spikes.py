@@ -40,7 +40,7 @@ def spikes_olmo2(series):
     return found
 
 
-def counted(series, start=0, monitor=None):
+def spike_steps(series, start=0, monitor=None):
     """Return the steps at which the totals of a monitor increase, for losses and gradient norms."""
     monitor = monitor or SpikeMonitor()
     steps = {"spikes": [], "spikes_olmo2": []}
@@ -73,7 +73,7 @@ def training_like(steps=1500, seed=0):
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_spike_counters_find_same_steps_as_independent_implementation(seed):
     series = training_like(seed=seed)
-    found = counted(series)
+    found = spike_steps(series)
     assert found["spikes"] == spikes_window128(series)
     assert found["spikes_olmo2"] == spikes_olmo2(series)
     # The definitions differ on this series, so the test would detect a mix-up.
@@ -129,7 +129,7 @@ def alternating(count):
     ],
 )
 def test_spike_counters_use_documented_sigma_thresholds(value, window128, olmo2):
-    found = counted([*alternating(128), value])
+    found = spike_steps([*alternating(128), value])
     assert found == {
         "spikes": [128] if window128 else [],
         "spikes_olmo2": [128] if olmo2 else [],
@@ -140,16 +140,16 @@ def test_spike_counters_use_documented_sigma_thresholds(value, window128, olmo2)
 def test_finite_loss_counts_as_spike_only_after_128_earlier_losses(before, counts):
     series = [*alternating(128)[:before], 100.0]
     expected = [before] if counts else []
-    assert counted(series) == {"spikes": expected, "spikes_olmo2": expected}
+    assert spike_steps(series) == {"spikes": expected, "spikes_olmo2": expected}
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, 0.1, 2.302585092994046, 1e-12, 3e38])
 def test_constant_loss_has_no_spikes(value):
-    assert counted([value] * 1200) == {"spikes": [], "spikes_olmo2": []}
+    assert spike_steps([value] * 1200) == {"spikes": [], "spikes_olmo2": []}
 
 
 def test_loss_increase_after_128_constant_losses_is_counted_as_spike():
-    found = counted([*([2.0] * 128), 2.1])
+    found = spike_steps([*([2.0] * 128), 2.1])
     assert found == {"spikes": [128], "spikes_olmo2": [128]}
 
 

@@ -10,34 +10,34 @@ from diffllm.core.errors import CheckpointError
 from diffllm.metrics.steps import HEADER_SIZE, STEP_DTYPE, StepsFile, read_steps
 
 
-def rows(first: int, last: int) -> np.ndarray:
+def step_rows(first: int, last: int) -> np.ndarray:
     found = np.zeros(last - first + 1, STEP_DTYPE)
     found["step"] = np.arange(first, last + 1)
     found["train/loss"] = 1 / found["step"]
     return found
 
 
-def write(path: Path, first: int, last: int, last_step: int = 0) -> None:
+def append_steps(path: Path, first: int, last: int, last_step: int = 0) -> None:
     file = StepsFile(path, last_step)
-    file.append(rows(first, last))
+    file.append(step_rows(first, last))
     file.close()
 
 
 def test_numpy_reads_steps_file_after_each_append(tmp_path):
     file = StepsFile(tmp_path / "steps.npy")
     for step in range(1, 30, 3):
-        file.append(rows(step, step + 2))
-        assert (np.load(tmp_path / "steps.npy") == rows(1, step + 2)).all()
+        file.append(step_rows(step, step + 2))
+        assert (np.load(tmp_path / "steps.npy") == step_rows(1, step + 2)).all()
     file.close()
-    assert (read_steps(tmp_path / "steps.npy") == rows(1, 30)).all()
+    assert (read_steps(tmp_path / "steps.npy") == step_rows(1, 30)).all()
 
 
 @pytest.mark.parametrize("last", [1, 5, 9])
 def test_resume_removes_rows_of_later_steps(tmp_path, last):
     path = tmp_path / "steps.npy"
-    write(path, 1, 6)
-    write(path, last + 1, last + 2, last)
-    expected = np.concatenate([rows(1, min(last, 6)), rows(last + 1, last + 2)])
+    append_steps(path, 1, 6)
+    append_steps(path, last + 1, last + 2, last)
+    expected = np.concatenate([step_rows(1, min(last, 6)), step_rows(last + 1, last + 2)])
     assert (np.load(path) == expected).all()
 
 
@@ -45,21 +45,21 @@ def test_resume_removes_rows_of_later_steps(tmp_path, last):
 def test_rows_lost_in_power_failure_do_not_hinder_resume(tmp_path, lost):
     """The header may count rows that the disk does not have or has only in part."""
     path = tmp_path / "steps.npy"
-    write(path, 1, 6)
+    append_steps(path, 1, 6)
     content = path.read_bytes()
     path.write_bytes(content[:-lost])
     complete = (len(content) - lost - HEADER_SIZE) // STEP_DTYPE.itemsize
-    assert (read_steps(path) == rows(1, complete)).all()
-    write(path, 7, 8, 6)
+    assert (read_steps(path) == step_rows(1, complete)).all()
+    append_steps(path, 7, 8, 6)
     assert (np.load(path)["step"] == [*range(1, complete + 1), 7, 8]).all()
 
 
 def test_row_that_header_does_not_count_yet_is_omitted(tmp_path):
     path = tmp_path / "steps.npy"
-    write(path, 1, 3)
+    append_steps(path, 1, 3)
     with open(path, "ab") as stream:
-        stream.write(rows(4, 4).tobytes())
-    assert (read_steps(path) == rows(1, 3)).all()
+        stream.write(step_rows(4, 4).tobytes())
+    assert (read_steps(path) == step_rows(1, 3)).all()
 
 
 def test_steps_file_writes_missing_rows_after_disk_space_is_freed(tmp_path, capfd):
@@ -67,11 +67,11 @@ def test_steps_file_writes_missing_rows_after_disk_space_is_freed(tmp_path, capf
         file = StepsFile(disk / "steps.npy")
         (ballast := disk / "ballast").write_bytes(b"0" * 56 * 1024)
         for step in range(1, 401, 10):
-            file.append(rows(step, step + 9))
+            file.append(step_rows(step, step + 9))
         assert len(np.load(disk / "steps.npy")) < 400, "the disk was not full"
         ballast.unlink()
         file.close()
-        assert (np.load(disk / "steps.npy") == rows(1, 400)).all()
+        assert (np.load(disk / "steps.npy") == step_rows(1, 400)).all()
     said = capfd.readouterr().err
     assert said.count("warning: ") == 1
     assert "steps.npy, rows are kept in memory" in said
@@ -82,7 +82,7 @@ def test_steps_file_writes_missing_rows_after_disk_space_is_freed(tmp_path, capf
     [
         (np.zeros(3), "has other columns"),
         (np.array([{}], dtype=object), "has other columns"),
-        (rows(3, 4)[::-1], "its steps do not increase"),
+        (step_rows(3, 4)[::-1], "its steps do not increase"),
     ],
 )
 def test_foreign_steps_file_is_refused(tmp_path, content, message):

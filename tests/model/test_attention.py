@@ -9,7 +9,7 @@ from references import (
 )
 from runs.models import add_noise_to_vectors
 from tiers import families, slow_but
-from variants import SHAPES, VARIANTS, refused, small_config
+from variants import SHAPES, VARIANTS, is_refused, small_config
 
 from diffllm import build_model
 from diffllm.core.errors import ConfigError
@@ -17,14 +17,14 @@ from diffllm.model.attention.diff_v1 import clamped
 from diffllm.model.attention.ops import attention_weights
 
 
-def layer_of(variant, heads, kv_heads, head_dim, index=1, extra=()):
+def float64_attention(variant, heads, kv_heads, head_dim, index=1, extra=()):
     cfg = small_config(variant, heads, kv_heads, head_dim, extra)
     model = build_model(cfg.model).double()
     model.reset_parameters()  # computes RoPE tables and constants in float64
     return model.layers[index].attention, model.rope, cfg.model.rope.theta
 
 
-def reference(variant, attention, x, theta, layer_idx):
+def reference_output(variant, attention, x, theta, layer_idx):
     """Return the output of a variant by its equations, with the weights of the module."""
     d = attention.head_dim
     q = rope((x @ attention.wq.weight.T).unflatten(-1, (-1, d)), theta)
@@ -40,32 +40,32 @@ def reference(variant, attention, x, theta, layer_idx):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_attention_output_and_gradients_equal_paper_reference(variant, shape):
-    if refused(variant, *shape[:2]):
+    if is_refused(variant, *shape[:2]):
         with pytest.raises(ConfigError, match=r"must be even|a multiple of"):
             small_config(variant, *shape)
         return
-    assert_equals_the_reference(variant, *layer_of(variant, *shape), length=7)
+    assert_reference_attention(variant, *float64_attention(variant, *shape), length=7)
 
 
 def test_attention_variant_refuses_only_unsupported_head_counts():
     for heads, kv_heads, _ in [*SHAPES, (3, 3, 8), (3, 1, 8), (6, 2, 8)]:
         for variant in ("standard", "gated", "diff_v2"):
-            assert not refused(variant, heads, kv_heads), (variant, heads, kv_heads)
+            assert not is_refused(variant, heads, kv_heads), (variant, heads, kv_heads)
         odd = bool(heads % 2 or kv_heads % 2)
         for variant in ("diff_v1", "diff_v1_clamped", "diff_v1_no_head_norm"):
-            assert refused(variant, heads, kv_heads) == odd, (variant, heads, kv_heads)
+            assert is_refused(variant, heads, kv_heads) == odd, (variant, heads, kv_heads)
         uneven = bool((1.5 * heads) % kv_heads)
-        assert refused("standard_1p5x_heads", heads, kv_heads) == uneven, (heads, kv_heads)
+        assert is_refused("standard_1p5x_heads", heads, kv_heads) == uneven, (heads, kv_heads)
 
 
 @pytest.mark.parametrize("variant", slow_but(families(VARIANTS), VARIANTS))
 def test_context_scale_multiplies_attention_output(variant):
     """Statistics measure the scaled context."""
-    plain, tables, _ = layer_of(variant, 4, 2, 8)
+    plain, tables, _ = float64_attention(variant, 4, 2, 8)
     x, positions = torch.randn(2, 7, 24, dtype=torch.float64), tables(0, 7)
     shown, scaled = {}, {}
     expected = 0.5 * plain(x, positions, aux=shown)
-    halved, _, _ = layer_of(
+    halved, _, _ = float64_attention(
         variant, 4, 2, 8, extra=(f"model.attention.context_scale={0.5 * plain.context_scale}",)
     )
     torch.testing.assert_close(halved(x, positions, aux=scaled), expected, rtol=0, atol=1e-15)
@@ -76,17 +76,17 @@ def test_context_scale_multiplies_attention_output(variant):
 @pytest.mark.parametrize("length", [1, 2, 31])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_attention_equals_paper_reference_at_any_sequence_length(variant, length):
-    assert_equals_the_reference(variant, *layer_of(variant, 4, 2, 8), length)
+    assert_reference_attention(variant, *float64_attention(variant, 4, 2, 8), length)
 
 
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[1] % 2 == 0])
 @pytest.mark.parametrize("variant", ["diff_v1", "diff_v1_no_head_norm", "diff_v1_lambda_const"])
 def test_diff_v1_matches_paper_reference_if_value_layout_is_split(variant, shape):
-    layer = layer_of(variant, *shape, extra=("model.attention.values=split",))
-    assert_equals_the_reference(variant, *layer, length=7)
+    layer = float64_attention(variant, *shape, extra=("model.attention.values=split",))
+    assert_reference_attention(variant, *layer, length=7)
 
 
-def assert_equals_the_reference(variant, attention, tables, theta, length):
+def assert_reference_attention(variant, attention, tables, theta, length):
     """Compare the output and the gradients of input and all parameters."""
     add_noise_to_vectors(attention)  # initial values could hide a wrong formula
     for name, param in attention.named_parameters():
@@ -95,7 +95,7 @@ def assert_equals_the_reference(variant, attention, tables, theta, length):
     leaves = [x, *attention.parameters()]
     weights = torch.randn(2, length, 24, dtype=torch.float64)
     ours = attention(x, tables(0, length))
-    theirs = reference(variant, attention, x, theta, layer_idx=1)
+    theirs = reference_output(variant, attention, x, theta, layer_idx=1)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
     ours_grads = torch.autograd.grad((ours * weights).sum(), leaves)
     their_grads = torch.autograd.grad((theirs * weights).sum(), leaves)

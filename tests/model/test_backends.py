@@ -51,7 +51,7 @@ def test_flex_attention_equals_sdpa(monkeypatch, shape, wide, masked):
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
 
 
-def stand_in_for_varlen_attn(calls, *args, **kwargs):
+def fake_varlen_attn(calls, *args, **kwargs):
     bound = inspect.signature(varlen_attn).bind(*args, **kwargs)
     bound.apply_defaults()
     a = bound.arguments
@@ -114,7 +114,7 @@ def ran(monkeypatch):
     """Replace the kernels of torch and flash-attn; return the list of called kernels."""
     calls = []
     monkeypatch.setattr(ops, "varlen_on_cpu", ops.varlen)
-    monkeypatch.setattr(varlen, "varlen_attn", partial(stand_in_for_varlen_attn, calls))
+    monkeypatch.setattr(varlen, "varlen_attn", partial(fake_varlen_attn, calls))
     monkeypatch.setitem(sys.modules, "flash_attn", stand_in_for_flash_attn(calls))
     return calls
 

@@ -102,7 +102,7 @@ LENGTH = 40
 NUMBERS = (3, 5, 9, 2)
 
 
-def documents_of(number):
+def batch_of_documents(number):
     """Return a batch of two rows with `number` documents in total."""
     tokens = torch.ones(2, LENGTH, dtype=torch.int64)
     tokens[0, torch.arange(number - 2) * 3 + 2] = END
@@ -111,7 +111,7 @@ def documents_of(number):
     return documents
 
 
-def weights_of(q: Tensor, k: Tensor, ends: Tensor, scale: float) -> Tensor:
+def document_maps(q: Tensor, k: Tensor, ends: Tensor, scale: float) -> Tensor:
     """Return maps (H, T, T), causal within documents, of concatenated q and k (T, H, d)."""
     index = torch.arange(len(q))
     ids = torch.bucketize(index, ends[1:-1], right=True)
@@ -127,7 +127,7 @@ def for_every_head(heads: Tensor, q: Tensor) -> Tensor:
 @torch.library.custom_op("diffllm_tests::varlen", mutates_args=())
 def varlen(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float) -> Tensor:
     keys, values = (for_every_head(heads, q) for heads in (k, v))
-    out = torch.einsum("hts,shd->thd", weights_of(q, keys, ends, scale), values)
+    out = torch.einsum("hts,shd->thd", document_maps(q, keys, ends, scale), values)
     return out.contiguous()
 
 
@@ -141,7 +141,7 @@ def varlen_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, ends: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     keys, values = (for_every_head(heads, q) for heads in (k, v))
-    weights = weights_of(q, keys, ends, scale)
+    weights = document_maps(q, keys, ends, scale)
     of_values = torch.einsum("hts,thd->shd", weights, grad)
     of_weights = torch.einsum("thd,shd->hts", grad, values)
     of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True)) * scale
@@ -168,7 +168,7 @@ def backward(ctx, grad):
 varlen.register_autograd(backward, setup_context=keep)
 
 
-def stand_in_for_varlen_attn(q, k, v, ends, _, longest, __, scale, **rest):
+def opaque_varlen_attn(q, k, v, ends, _, longest, __, scale, **rest):
     """Replace the kernel by an operation that is opaque to the compiler and has a backward pass."""
     return varlen(q, k, v, ends, longest, scale)
 
@@ -181,14 +181,14 @@ def test_varlen_attention_uses_same_compiled_graph_for_all_document_counts(
     """Forward and backward results equal those with a boolean mask."""
     if kernel is Kernel.varlen:
         monkeypatch.setattr(ops, "varlen_on_cpu", ops.varlen)
-    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", stand_in_for_varlen_attn)
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", opaque_varlen_attn)
     model = build_model(small_config(variant, extra=(f"seq_len={LENGTH}",)).model)
     block = model.layers[0]
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(block, fullgraph=True, backend=counter)
     x = torch.randn(2, LENGTH, 24)
     for number in NUMBERS:
-        documents = documents_of(number)
+        documents = batch_of_documents(number)
         rope, _ = model.whole_sequences(documents.ids, documents, x.dtype)
         expected = forward_and_backward(block, x, rope, documents.mask())
         mask = training_mask(kernel, documents, documents.ids)
@@ -206,7 +206,7 @@ def test_flex_attention_uses_same_compiled_graph_for_all_document_counts():
     compiled = torch.compile(block, fullgraph=True, backend=counter)
     x = torch.randn(2, LENGTH, 24)
     for number in NUMBERS:
-        documents = documents_of(number)
+        documents = batch_of_documents(number)
         rope, _ = model.whole_sequences(documents.ids, documents, x.dtype)
         block.attention.backend = Backend.sdpa
         expected = block(x, rope, documents.mask())[0]

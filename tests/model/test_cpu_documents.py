@@ -12,11 +12,11 @@ HEADS = {"equal": (2, 2, 2, 8), "grouped": (6, 3, 3, 8), "V1": (8, 4, 2, 16)}
 """Numbers of query, key and value heads, and the width of a value head; queries have width 8."""
 
 
-def tokens(batch, length, seed=0):
+def random_tokens(batch, length, seed=0):
     return torch.randint(END, 5, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-def heads(batch, length, shape, dtype=torch.float64):
+def random_heads(batch, length, shape, dtype=torch.float64):
     n_heads, n_keys, n_values, width = shape
     generator = torch.Generator().manual_seed(1)
     return [
@@ -34,8 +34,8 @@ def outputs(parts, mask, backend):
 @pytest.mark.parametrize("shape", HEADS)
 @pytest.mark.parametrize(("batch", "length"), [(1, 1), (3, 40), (2, 700)])
 def test_attention_of_documents_and_its_gradients_match_explicit_mask(batch, length, shape):
-    documents = Documents.of(tokens(batch, length), END)
-    parts = heads(batch, length, HEADS[shape])
+    documents = Documents.of(random_tokens(batch, length), END)
+    parts = random_heads(batch, length, HEADS[shape])
     packed = Packed(documents.boundaries, length)
     out, grads = outputs(parts, packed, Backend.sdpa)
     expected, of_mask = outputs(parts, documents.mask(), Backend.reference)
@@ -44,8 +44,8 @@ def test_attention_of_documents_and_its_gradients_match_explicit_mask(batch, len
 
 
 def test_bf16_documents_have_the_rounding_of_bf16():
-    documents = Documents.of(tokens(2, 64), END)
-    parts = heads(2, 64, HEADS["V1"])
+    documents = Documents.of(random_tokens(2, 64), END)
+    parts = random_heads(2, 64, HEADS["V1"])
     rounded = [part.detach().bfloat16().requires_grad_() for part in parts]
     out, grads = outputs(rounded, Packed(documents.boundaries, 64), Backend.sdpa)
     exact = [part.detach().double().requires_grad_() for part in rounded]
@@ -58,8 +58,8 @@ def test_bf16_documents_have_the_rounding_of_bf16():
 
 def allocated(length):
     """Return the bytes that forward and backward allocate, and those that the forward keeps."""
-    documents = Documents.of(tokens(1, length), END)
-    parts = heads(1, length, HEADS["grouped"], torch.float32)
+    documents = Documents.of(random_tokens(1, length), END)
+    parts = random_heads(1, length, HEADS["grouped"], torch.float32)
     forward, out = allocations(lambda: attend(*parts, Packed(documents.boundaries, length)))
     backward, _ = allocations(out.sum().backward)
     each = [

@@ -30,7 +30,7 @@ TOKENS = torch.tensor(
 shared_model = cache(small_model)
 
 
-def documents_of(tokens, end=END):
+def documents_by_loop(tokens, end=END):
     """Return (row, start, end) of every document with a plain loop over tokens."""
     found = []
     for row, line in enumerate(tokens.tolist()):
@@ -58,7 +58,7 @@ def test_document_ids_positions_and_masks_match_reference_loop(rows, end):
     ids = torch.full_like(tokens, -1)
     positions = torch.full_like(tokens, -1)
     mask = torch.zeros(batch, 1, length, length, dtype=torch.bool)
-    found = documents_of(tokens, end)
+    found = documents_by_loop(tokens, end)
     for row, first, last in found:
         ids[row, first:last] = int(ids[row].max()) + 1
         for i in range(first, last):
@@ -77,7 +77,7 @@ def test_document_ids_positions_and_masks_match_reference_loop(rows, end):
 def one_by_one(model, tokens, read=lambda logits: logits):
     """Concatenate outputs of separate forward passes, one pass per document."""
     rows = [[] for _ in tokens]
-    for row, first, last in documents_of(tokens):
+    for row, first, last in documents_by_loop(tokens):
         rows[row].append(read(model(tokens[row : row + 1, first:last])))
     return torch.cat([torch.cat(parts, dim=1) for parts in rows])
 
@@ -117,7 +117,7 @@ def test_rope_positions_restart_at_0_in_every_document():
     model = shared_model("diff_v2")
     documents = Documents.of(TOKENS, END)
     (cos, sin), _ = model.whole_sequences(TOKENS, documents, torch.float64)
-    for row, first, last in documents_of(TOKENS):
+    for row, first, last in documents_by_loop(TOKENS):
         for table, whole in ((cos, model.rope.cos), (sin, model.rope.sin)):
             assert torch.equal(table[row, first:last], whole[: last - first])
 

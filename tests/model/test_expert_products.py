@@ -133,7 +133,7 @@ def as_on_cuda(monkeypatch):
     monkeypatch.setattr(experts, "rows_to_join", lambda _, __, *w: real(CUDA, HALF, *w))
 
 
-def run(layer, x, weights):
+def output_and_gradients(layer, x, weights):
     """Return the output and the gradients of x, of row weights and of all parameters."""
     out = layer(x, weights, torch.tensor(COUNTS, device=x.device))
     direction = torch.linspace(-1, 1, out.numel(), device=x.device).view_as(out).to(out.dtype)
@@ -150,11 +150,11 @@ def inputs(dtype):
 def test_joined_expert_matmul_matches_separate_matmuls(monkeypatch, dtype, adjacent):
     """Compare outputs and gradients; some experts have no rows."""
     layer, (x, weights) = small_experts(dtype, adjacent), inputs(dtype)
-    expected = run(layer, x, weights)
+    expected = output_and_gradients(layer, x, weights)
     as_on_cuda(monkeypatch)
     monkeypatch.setattr(experts, "JOIN_FROM", 0)
     calls = watched(monkeypatch, experts, "joined")
-    found = run(layer, x, weights)
+    found = output_and_gradients(layer, x, weights)
     assert len(calls) == 2, "forward and backward"
     for mine, other in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
@@ -166,7 +166,7 @@ def test_compiled_joined_expert_matmul_does_not_copy_weights(monkeypatch, dynami
     torch._dynamo.reset()
     as_on_cuda(monkeypatch)
     layer, (x, weights) = small_experts(HALF), inputs(HALF)
-    expected = run(layer, x, weights)
+    expected = output_and_gradients(layer, x, weights)
     copies, real = [], experts.joined
 
     def counted(w1, w3):
@@ -176,7 +176,7 @@ def test_compiled_joined_expert_matmul_does_not_copy_weights(monkeypatch, dynami
 
     monkeypatch.setattr(experts, "joined", counted)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    for mine, other in zip(run(compiled, x, weights), expected, strict=True):
+    for mine, other in zip(output_and_gradients(compiled, x, weights), expected, strict=True):
         torch.testing.assert_close(mine, other, rtol=2e-2, atol=2e-2)
     assert copies == [False, False]
 
@@ -186,7 +186,7 @@ def test_compiled_joined_expert_matmul_does_not_copy_weights(monkeypatch, dynami
 def test_joined_expert_matmul_on_gpu_matches_cpu_reference(adjacent):
     """Some experts have no rows, and the freed GPU memory contains NaN."""
     layer, (x, weights) = small_experts(HALF, adjacent), inputs(HALF)
-    expected = run(layer, x, weights)
+    expected = output_and_gradients(layer, x, weights)
     held = torch.full((64, 1 << 20), torch.nan, device="cuda")
     del held
     there = small_experts(HALF, adjacent).cuda()
@@ -194,7 +194,7 @@ def test_joined_expert_matmul_on_gpu_matches_cpu_reference(adjacent):
     if adjacent:
         there = side_by_side(there)
     x, weights = (value.detach().cuda().requires_grad_() for value in (x, weights))
-    found = run(there, x, weights)
+    found = output_and_gradients(there, x, weights)
     for mine, other in zip(found, expected, strict=True):
         torch.testing.assert_close(mine.cpu(), other, rtol=2e-2, atol=2e-2)
     for grad in found[3:]:

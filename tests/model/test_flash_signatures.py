@@ -72,7 +72,7 @@ def signatures(release):
     }
 
 
-def stand_in(module, functions, monkeypatch):
+def fake_package(module, functions, monkeypatch):
     """Replace a package; return the calls of its functions, as (name, args, kwargs)."""
     calls = []
 
@@ -100,7 +100,7 @@ def stand_in(module, functions, monkeypatch):
 def version_4(monkeypatch):
     """Replace flash-attn-4; call it as torch's dispatcher does. Return the calls."""
     functions = RELEASES["flash-attn-4 4.0.0b19"]
-    calls = stand_in("flash_attn.cute.interface", functions, monkeypatch)
+    calls = fake_package("flash_attn.cute.interface", functions, monkeypatch)
     monkeypatch.delitem(sys.modules, FLASH_4, raising=False)
     monkeypatch.setattr(_fa4, "_FA4_MODULE_PATH", FLASH_4)
     monkeypatch.setattr(_fa4, "_get_device_major", lambda device: 9)
@@ -147,7 +147,7 @@ def test_calls_of_flash_attn_fit_signatures_of_release(release, shape, wide, mon
     if "_flash_attn_fwd" in allowed:
         calls = request.getfixturevalue("version_4")
     else:
-        calls = stand_in("flash_attn", VERSION_2, monkeypatch)
+        calls = fake_package("flash_attn", VERSION_2, monkeypatch)
     monkeypatch.setattr(ops, "varlen_on_cpu", ops.varlen)
     q, k, v = heads(shape, wide, dtype=torch.bfloat16)
     packed = Packed(Documents.of(tokens_with_documents(), END).boundaries, 40)

@@ -24,7 +24,7 @@ def model(request):
     return shared_model(request.param)
 
 
-def prompts(rows=3, length=5):
+def random_prompts(rows=3, length=5):
     return torch.randint(0, 64, (rows, length)).tolist()
 
 
@@ -44,7 +44,7 @@ def said(prompts, texts):
 
 
 def test_greedy_generation_equals_repeated_full_forward_passes(model):
-    prompt = prompts()
+    prompt = random_prompts()
     out = generate(model, prompt, 27, temperature=0)
     assert out == [greedily(model, row, 27) for row in prompt]
     assert [len(text) for text in out] == [SEQ_LEN] * 3
@@ -52,7 +52,7 @@ def test_greedy_generation_equals_repeated_full_forward_passes(model):
 
 
 def test_generate_accepts_empty_prompt_list_and_zero_new_tokens():
-    model, prompt = shared_model("diff_v2"), prompts(1, 1)
+    model, prompt = shared_model("diff_v2"), random_prompts(1, 1)
     assert generate(model, prompt, 0) == prompt
     assert generate(model, prompt, 1, temperature=0) == [greedily(model, prompt[0], 1)]
     assert generate(model, [], 5) == []
@@ -66,7 +66,7 @@ def test_generate_raises_value_error_if_prompt_is_empty_or_too_long(length):
 
 
 def test_generated_tokens_do_not_depend_on_global_random_generator():
-    model, prompt = shared_model("diff_v2"), prompts()
+    model, prompt = shared_model("diff_v2"), random_prompts()
     first = generate(model, prompt, 20, seed=3)
     torch.manual_seed(999)
     before = torch.get_rng_state()
@@ -77,7 +77,7 @@ def test_generated_tokens_do_not_depend_on_global_random_generator():
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_generate_draws_only_tokens_below_vocab_size(temperature):
-    model, prompt = shared_model("diff_v2"), prompts(8)
+    model, prompt = shared_model("diff_v2"), random_prompts(8)
     free = generate(model, prompt, 20, temperature)
     kept = said(prompt, generate(model, prompt, 20, temperature, vocab_size=10))
     assert max(kept) == 9
@@ -85,7 +85,7 @@ def test_generate_draws_only_tokens_below_vocab_size(temperature):
     assert generate(model, prompt, 20, temperature, vocab_size=64) == free
 
 
-def alone(model, prompts, *args, **kwargs):
+def unbatched_texts(model, prompts, *args, **kwargs):
     return [generate(model, [prompt], *args, **kwargs)[0] for prompt in prompts]
 
 
@@ -95,20 +95,20 @@ def test_batched_prompts_get_same_continuations_as_single_prompts(variant, tempe
     """Some prompts have room for only two or zero tokens, and some continuations stop early."""
     model, count = shared_model(variant), 12
     lengths = [3, SEQ_LEN - 2, 1, 14, SEQ_LEN, 7, 3]
-    texts = [prompts(1, length)[0] for length in lengths]
+    texts = [random_prompts(1, length)[0] for length in lengths]
     settings = {"temperature": temperature, "top_p": 0.9, "seed": 11}
-    free = alone(model, texts, count, **settings)
+    free = unbatched_texts(model, texts, count, **settings)
     assert [len(text) for text in free] == [min(n + count, SEQ_LEN) for n in lengths]
     assert generate(model, texts, count, **settings) == free
     stop = free[3][14 + 4]
-    stopped = alone(model, texts, count, stop_token=stop, **settings)
+    stopped = unbatched_texts(model, texts, count, stop_token=stop, **settings)
     assert len(stopped[3]) <= 14 + 5
     assert len(stopped[3]) < len(free[3])
     assert generate(model, texts, count, stop_token=stop, **settings) == stopped
 
 
 def test_generate_uses_different_seeds_for_identical_prompts_in_batch(model):
-    one, other = prompts(2)
+    one, other = random_prompts(2)
     batch = [one, other, one, one, other]
     seeds = [5, 5, 6, 7, 6]
     expected = [
@@ -119,7 +119,7 @@ def test_generate_uses_different_seeds_for_identical_prompts_in_batch(model):
 
 
 def test_stop_token_in_prompt_does_not_stop_generation():
-    model, prompt = shared_model("diff_v2"), prompts(2)
+    model, prompt = shared_model("diff_v2"), random_prompts(2)
     free = generate(model, prompt, 8, temperature=0)
     unsaid = next(t for t in range(64) if t not in said(prompt, free))
     for row in prompt:

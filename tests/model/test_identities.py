@@ -97,7 +97,7 @@ def normal(shape, *size, what=0):
     return torch.randn(*size, dtype=torch.float64, generator=generator)
 
 
-def layer_of(variant, shape, **fields):
+def random_attention(variant, shape, **fields):
     """Build an attention module in float64, with random vectors, so no formula is trivial."""
     cfg = configured(variant, shape, **fields)
     attention = cfg.attention.build(cfg, shape.layer).double()
@@ -134,7 +134,7 @@ def projected(attention, x):
     return rope(q, 10_000.0), rope(k, 10_000.0), v
 
 
-def run(attention, x, shape):
+def output_and_diagnostics(attention, x, shape):
     """Return the output and the tensors for diagnostics."""
     aux = {}
     return attention(x, tables(shape), aux=aux), aux
@@ -155,7 +155,7 @@ def make_pairs_equal(linear, width):
     rows[1::2] = rows[0::2]
 
 
-def close(mine, other, atol=1e-10):
+def assert_near(mine, other, atol=1e-10):
     torch.testing.assert_close(mine, other, rtol=0, atol=atol)
 
 
@@ -164,46 +164,51 @@ def close(mine, other, atol=1e-10):
 def test_diff_v2_matches_scaled_standard_attention_if_paired_heads_are_identical(
     shape,
 ):
-    attention, x = layer_of("diff_v2", shape), x_of(shape)
+    attention, x = random_attention("diff_v2", shape), x_of(shape)
     make_pairs_equal(attention.wq, shape.head_dim)
     attention.w_lambda.weight.copy_(attention.w_lambda.weight[:1].expand(shape.heads, -1))
     lam = torch.sigmoid(x @ attention.w_lambda.weight[0])[..., None]
-    output, aux = run(attention, x, shape)
-    close(aux["context"], (1 - lam[..., None]) * standard(*projected(attention, x))[:, :, 0::2])
+    output, aux = output_and_diagnostics(attention, x, shape)
+    assert_near(
+        aux["context"], (1 - lam[..., None]) * standard(*projected(attention, x))[:, :, 0::2]
+    )
 
-    baseline = layer_of("standard", shape)
+    baseline = random_attention("standard", shape)
     copy_weights(baseline, attention, "wk", "wv", "wo")
     head_rows(baseline.wq, shape.head_dim)[:] = head_rows(attention.wq, shape.head_dim)[0::2]
-    close(output, (1 - lam) * run(baseline, x, shape)[0])
+    assert_near(output, (1 - lam) * output_and_diagnostics(baseline, x, shape)[0])
 
 
 @given(shape=shapes(), lam=lambdas(-2, 2))
 @many
 def test_diff_v2_matches_wide_standard_attention_if_lambda_is_constant(shape, lam):
-    v2 = layer_of("diff_v2_lambda_fixed", shape, lambda_value=lam)
-    wide = layer_of("standard", shape, query_heads=2.0)
+    v2 = random_attention("diff_v2_lambda_fixed", shape, lambda_value=lam)
+    wide = random_attention("standard", shape, query_heads=2.0)
     copy_weights(wide, v2, "wq", "wk", "wv")
     blocks = wide.wo.weight.data.view(DIM, 2 * shape.heads, shape.head_dim)
     blocks[:, 0::2] = v2.wo.weight.view(DIM, shape.heads, shape.head_dim)
     blocks[:, 1::2] = -lam * blocks[:, 0::2]
     x = x_of(shape)
-    close(run(v2, x, shape)[0], run(wide, x, shape)[0])
+    assert_near(output_and_diagnostics(v2, x, shape)[0], output_and_diagnostics(wide, x, shape)[0])
 
 
 @given(shape=shapes(), lam=lambdas(-2, 2))
 @many
 def test_diff_v2_output_is_linear_function_of_constant_lambda(shape, lam):
     """none equals fixed 1, scalar with logit 0 equals fixed 0.5; the output is linear in lambda."""
-    x, scalar = x_of(shape), layer_of("diff_v2_lambda_scalar", shape)
+    x, scalar = x_of(shape), random_attention("diff_v2_lambda_scalar", shape)
     scalar.lambda_logit.zero_()
 
     def fixed(value):
-        attention = layer_of("diff_v2_lambda_fixed", shape, lambda_value=value)
-        return run(attention, x, shape)[0]
+        attention = random_attention("diff_v2_lambda_fixed", shape, lambda_value=value)
+        return output_and_diagnostics(attention, x, shape)[0]
 
-    close(run(layer_of("diff_v2_no_lambda", shape), x, shape)[0], fixed(1.0))
-    close(run(scalar, x, shape)[0], fixed(0.5))
-    close(fixed(lam), fixed(0.0) + lam * (fixed(1.0) - fixed(0.0)))
+    assert_near(
+        output_and_diagnostics(random_attention("diff_v2_no_lambda", shape), x, shape)[0],
+        fixed(1.0),
+    )
+    assert_near(output_and_diagnostics(scalar, x, shape)[0], fixed(0.5))
+    assert_near(fixed(lam), fixed(0.0) + lam * (fixed(1.0) - fixed(0.0)))
 
 
 @given(shape=shapes())
@@ -211,12 +216,18 @@ def test_diff_v2_output_is_linear_function_of_constant_lambda(shape, lam):
 def test_head_pairing_changes_diff_v2_output_only_if_several_kv_heads_exist(shape):
     """With more kv heads, heads i and H + i do not share key and value."""
     assume(shape.tokens > 1)
-    adjacent, halves = layer_of("diff_v2", shape), layer_of("diff_v2_unshared_kv", shape)
+    adjacent, halves = (
+        random_attention("diff_v2", shape),
+        random_attention("diff_v2_unshared_kv", shape),
+    )
     copy_weights(halves, adjacent, "wk", "wv", "wo", "w_lambda")
     rows = head_rows(adjacent.wq, shape.head_dim)
     head_rows(halves.wq, shape.head_dim)[:] = torch.cat((rows[0::2], rows[1::2]))
     x = x_of(shape)
-    mine, other = run(adjacent, x, shape)[0], run(halves, x, shape)[0]
+    mine, other = (
+        output_and_diagnostics(adjacent, x, shape)[0],
+        output_and_diagnostics(halves, x, shape)[0],
+    )
     assert torch.allclose(mine, other, rtol=0, atol=1e-10) == (shape.kv_heads == 1)
 
 
@@ -225,20 +236,20 @@ def test_head_pairing_changes_diff_v2_output_only_if_several_kv_heads_exist(shap
 @few
 def test_diff_v1_lambda_equals_lambda_init_if_lambda_vectors_are_zero(variant, data):
     shape = data.draw(shapes(variant))
-    attention = layer_of(variant, shape)
+    attention = random_attention(variant, shape)
     for name in ("lambda_q1", "lambda_k2"):  # a zero factor makes each product zero
         getattr(attention, name).zero_()
-    lam = run(attention, x_of(shape), shape)[1]["lambda"]
+    lam = output_and_diagnostics(attention, x_of(shape), shape)[1]["lambda"]
     constant = variant == "diff_v1_lambda_const"
     assert lam.item() == (0.8 if constant else lambda_init_schedule(shape.layer))
 
 
 def equal_pairs(variant, shape):
     """Return diagnostics of V1 with equal pairs, and standard attention over both value halves."""
-    attention, x = layer_of(variant, shape), x_of(shape)
+    attention, x = random_attention(variant, shape), x_of(shape)
     make_pairs_equal(attention.wq, shape.head_dim)
     make_pairs_equal(attention.wk, shape.head_dim)
-    aux = run(attention, x, shape)[1]
+    aux = output_and_diagnostics(attention, x, shape)[1]
     q, k, v = projected(attention, x)
     halves = [standard(q[:, :, 0::2], k[:, :, 0::2], v[:, :, i::2]) for i in (0, 1)]
     return aux, halves
@@ -250,7 +261,7 @@ def test_diff_v1_matches_scaled_standard_attention_if_paired_heads_are_identical
     shape,
 ):
     aux, halves = equal_pairs("diff_v1", shape)
-    close(aux["context"], (1 - aux["lambda"]) * torch.cat(halves, -1))
+    assert_near(aux["context"], (1 - aux["lambda"]) * torch.cat(halves, -1))
 
 
 @given(shape=shapes("diff_v1"))
@@ -259,7 +270,7 @@ def test_clamped_diff_v1_matches_closed_form_if_paired_heads_are_identical(shape
     """The sign of (1 - lambda) * map is constant, so renormalising gives the map or zeros."""
     aux, halves = equal_pairs("diff_v1_clamped", shape)
     assume(abs(aux["lambda"].item() - 1) > 1e-3)
-    close(aux["context"], (aux["lambda"] < 1) * torch.cat(halves, -1))
+    assert_near(aux["context"], (aux["lambda"] < 1) * torch.cat(halves, -1))
 
 
 @pytest.mark.parametrize("variant", ["gated", "gated_headwise"])
@@ -267,23 +278,32 @@ def test_clamped_diff_v1_matches_closed_form_if_paired_heads_are_identical(shape
 @few
 def test_outputs_of_opposite_gates_sum_to_standard_attention_output(variant, data):
     shape = data.draw(shapes())
-    attention, baseline = layer_of(variant, shape), layer_of("standard", shape)
+    attention, baseline = random_attention(variant, shape), random_attention("standard", shape)
     copy_weights(baseline, attention, "wq", "wk", "wv", "wo")
     x = x_of(shape)
-    one = run(attention, x, shape)[0]
+    one = output_and_diagnostics(attention, x, shape)[0]
     attention.w_gate.weight.neg_()
-    close(one + run(attention, x, shape)[0], run(baseline, x, shape)[0])
+    assert_near(
+        one + output_and_diagnostics(attention, x, shape)[0],
+        output_and_diagnostics(baseline, x, shape)[0],
+    )
 
 
 @given(shape=shapes())
 @many
 def test_elementwise_gate_equals_headwise_gate_if_gate_weights_are_repeated(shape):
-    headwise, elementwise = layer_of("gated_headwise", shape), layer_of("gated", shape)
+    headwise, elementwise = (
+        random_attention("gated_headwise", shape),
+        random_attention("gated", shape),
+    )
     copy_weights(elementwise, headwise, "wq", "wk", "wv", "wo")
     repeated = headwise.w_gate.weight.repeat_interleave(shape.head_dim, dim=0)
     elementwise.w_gate.weight.copy_(repeated)
     x = x_of(shape)
-    close(run(headwise, x, shape)[0], run(elementwise, x, shape)[0])
+    assert_near(
+        output_and_diagnostics(headwise, x, shape)[0],
+        output_and_diagnostics(elementwise, x, shape)[0],
+    )
 
 
 def drawn_qk(shape, n_query_heads, scale=1.0):
@@ -298,12 +318,14 @@ def drawn_qk(shape, n_query_heads, scale=1.0):
 def test_sink_attention_matches_simpler_variants_for_special_sink_logits(
     shape,
 ):
-    sink, x = layer_of("standard_sink", shape), x_of(shape)
+    sink, x = random_attention("standard_sink", shape), x_of(shape)
     for variant, logit in (("standard", -1e3), ("standard_off_by_one", 0.0)):
-        other = layer_of(variant, shape)
+        other = random_attention(variant, shape)
         copy_weights(other, sink, "wq", "wk", "wv", "wo")
         sink.sink.fill_(logit)
-        close(run(sink, x, shape)[0], run(other, x, shape)[0])
+        assert_near(
+            output_and_diagnostics(sink, x, shape)[0], output_and_diagnostics(other, x, shape)[0]
+        )
 
 
 @given(
@@ -321,11 +343,11 @@ def test_clamped_attention_map_rows_sum_to_1_or_0(lam, rows):
     positive = (difference > 0).any(-1)
     assert (weights >= 0).all()
     assert torch.equal(weights > 0, difference > 0)
-    close(weights.sum(-1), positive.double())
+    assert_near(weights.sum(-1), positive.double())
     assert (weights[~positive] == 0).all()
 
 
-def model_of(variant, shape, **fields):
+def two_layer_model(variant, shape, **fields):
     cfg = replace(configured(variant, shape), n_layers=2, **fields)
     model = build_model(cfg).double()
     model.reset_parameters()
@@ -342,10 +364,10 @@ def drawn_tokens(shape, count):
 @few
 def test_appended_tokens_do_not_change_logits_of_earlier_tokens(variant, data):
     shape = data.draw(shapes(variant, tokens=(2, 12)))
-    model = model_of(variant, shape, qk_norm=data.draw(st.booleans()))
+    model = two_layer_model(variant, shape, qk_norm=data.draw(st.booleans()))
     tokens = drawn_tokens(shape, shape.tokens)
     kept = data.draw(st.integers(1, shape.tokens - 1))
-    close(model(tokens)[:, :kept], model(tokens[:, :kept]))
+    assert_near(model(tokens)[:, :kept], model(tokens[:, :kept]))
 
 
 @pytest.mark.fast_cases(8)
@@ -355,8 +377,8 @@ def test_appended_tokens_do_not_change_logits_of_earlier_tokens(variant, data):
 def test_shift_of_all_positions_does_not_change_attention_output(variant, data):
     shape = data.draw(shapes(variant))
     start = data.draw(st.integers(1, SEQ_LEN - shape.tokens))
-    attention, x = layer_of(variant, shape), x_of(shape)
-    close(attention(x, tables(shape, start)), attention(x, tables(shape)))
+    attention, x = random_attention(variant, shape), x_of(shape)
+    assert_near(attention(x, tables(shape, start)), attention(x, tables(shape)))
 
 
 # With orthogonal values of RMS 1, the context RMS is the Euclidean norm of the row of weights.
@@ -375,7 +397,7 @@ def rms(context):
 
 def context_rms(variant, shape, sharpness, **fields):
     """Return the RMS (B, T, heads) of the context before any head norm."""
-    attention = layer_of(variant, shape, **fields)
+    attention = random_attention(variant, shape, **fields)
     q, k = drawn_qk(shape, attention.n_query_heads, sharpness)
     v = orthogonal_values(shape, shape.kv_heads, shape.head_dim)
     aux = {}
@@ -398,7 +420,7 @@ def test_rms_of_standard_attention_context_stays_within_theoretical_bounds(shape
     values, _ = context_rms("standard", shape, sharpness)
     assert (values >= positions(shape) ** -0.5 - ROUNDING).all()
     assert (values[:, 1:] < 1).all()
-    close(values[:, 0], torch.ones_like(values[:, 0]))
+    assert_near(values[:, 0], torch.ones_like(values[:, 0]))
 
 
 @pytest.mark.parametrize("variant", [*SINKS, "gated", "gated_headwise"])
@@ -418,7 +440,7 @@ def test_rms_of_off_by_one_attention_context_equals_closed_form(
     """With a unit sink, n equal scores have weights 1 / (n + 1) instead of 1 / n."""
     values, _ = context_rms("standard_off_by_one", shape, 0.0)
     n = positions(shape)
-    close(values, (n.sqrt() / (n + 1)).expand_as(values))
+    assert_near(values, (n.sqrt() / (n + 1)).expand_as(values))
 
 
 @given(shape=shapes(**WIDE), sharpness=SHARPNESS)
@@ -434,7 +456,7 @@ def test_rms_of_diff_v2_attention_context_stays_within_theoretical_bounds(shape,
 @given(shape=shapes("diff_v1", head_dims=(8,), tokens=(2, 16)), lam=lambdas(0, 0.875))
 @many
 def test_head_norm_multiplies_attention_context_rms_by_sqrt_of_key_count(shape, lam):
-    attention = layer_of("diff_v1", shape, lambda_init=lam, head_norm_eps=1e-12)
+    attention = random_attention("diff_v1", shape, lambda_init=lam, head_norm_eps=1e-12)
     attention.head_norm.weight.fill_(1)
     for name in attention.fp32_parameters:
         getattr(attention, name).zero_()
@@ -444,5 +466,5 @@ def test_head_norm_multiplies_attention_context_rms_by_sqrt_of_key_count(shape, 
     context = attention.context(x_of(shape), even_heads_first(q), even_heads_first(k), v, None, aux)
     normed = rms(context) / (1 - lam)
     before = rms(aux["context"]) / (1 - lam)
-    close(before, (positions(shape) ** -0.5).expand_as(before))
-    close(normed / before, positions(shape).sqrt().expand_as(before), atol=1e-6)
+    assert_near(before, (positions(shape) ** -0.5).expand_as(before))
+    assert_near(normed / before, positions(shape).sqrt().expand_as(before), atol=1e-6)

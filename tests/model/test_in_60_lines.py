@@ -16,17 +16,17 @@ BEST_LAMBDA = re.findall(r"```python\n(def best_lambda.*?)```", PAGE, re.DOTALL)
 T, D, H, d = 5, 16, 4, 4
 
 
-def standard(page, attention, x, head):
+def page_standard(page, attention, x, head):
     return page["standard"](x, *(part(attention, n, head) for n in ("wq", "wk", "wv")))
 
 
-def diff_v1(page, attention, x, pair):
+def page_diff_v1(page, attention, x, pair):
     maps = [part(attention, n, 2 * pair + i) for i in (0, 1) for n in ("wq", "wk")]
     lam, lambda_init = attention.lambda_value().item(), attention.lambda_init.item()
     return page["diff_v1"](x, *maps, part(attention, "wv", pair, 2 * d), lam, lambda_init)
 
 
-def diff_v2(page, attention, x, head):
+def page_diff_v2(page, attention, x, head):
     queries = [part(attention, "wq", 2 * head + i) for i in (0, 1)]
     shared = [part(attention, n, head) for n in ("wk", "wv")]
     return page["diff_v2"](x, *queries, *shared, part(attention, "w_lambda", head, 1))
@@ -38,7 +38,9 @@ def part(attention, name, head, width=d):
     return weight[head * width : (head + 1) * width].T
 
 
-@pytest.mark.parametrize(("reference", "heads"), [(standard, H), (diff_v1, H // 2), (diff_v2, H)])
+@pytest.mark.parametrize(
+    ("reference", "heads"), [(page_standard, H), (page_diff_v1, H // 2), (page_diff_v2, H)]
+)
 def test_numpy_code_on_documentation_page_matches_model_attention(reference, heads):
     page = {}
     exec(CODE, page)

@@ -12,14 +12,14 @@ from diffllm.model.init import TILE, Initializer
 BASE = ["model=tiny"]
 
 
-def parameters(overrides):
+def initial_parameters(overrides):
     return dict(build_model(load_config([*BASE, *overrides]).model).named_parameters())
 
 
 def test_all_variants_use_same_initial_values_for_common_parameters():
-    standard = parameters(["attention=standard"])
+    standard = initial_parameters(["attention=standard"])
     for variant in ("gated", "diff_v1", "diff_v2"):
-        other = parameters([f"attention={variant}"])
+        other = initial_parameters([f"attention={variant}"])
         same = [n for n in standard if n in other and standard[n].shape == other[n].shape]
         assert len(same) >= len(standard) - 2  # wq of diff_v2 has another shape
         for name in same:
@@ -43,8 +43,8 @@ def common(one, other):
 )
 def test_variants_of_unequal_widths_share_initial_values_in_common_rows_and_columns(words, variant):
     """The feed-forward widths differ; wq and wo have other numbers of heads."""
-    target = parameters([*words[:-1], "attention=diff_v2"])
-    matched = parameters([*words, f"attention={variant}"])
+    target = initial_parameters([*words[:-1], "attention=diff_v2"])
+    matched = initial_parameters([*words, f"attention={variant}"])
     common_names = target.keys() & matched.keys()
     assert any("w2" in n and target[n].shape != matched[n].shape for n in common_names)
     for name in common_names:
@@ -74,7 +74,7 @@ def test_sharded_and_unsharded_parameters_get_same_initial_values(block):
 
 
 def test_output_projections_have_smaller_initial_std_than_input_projections():
-    params = parameters(["model.n_layers=8", "model.init_std=0.05"])
+    params = initial_parameters(["model.n_layers=8", "model.init_std=0.05"])
     w1 = params["layers.0.ffn.w1.weight"]
     assert w1.abs().max() <= 3 * 0.05
     assert w1.std().item() == pytest.approx(0.05 * 0.9866, rel=0.02)  # truncation at 3 sigma
@@ -83,13 +83,13 @@ def test_output_projections_have_smaller_initial_std_than_input_projections():
     assert (params["norm.weight"] == 1).all()
 
 
-def drawn(shape, dtype=torch.float32, truncate=3):
+def drawn_parameter(shape, dtype=torch.float32, truncate=3):
     param = torch.empty(shape, dtype=dtype)
     Initializer(0, {param: "w"}).normal_(param, 0.02, truncate)
     return param
 
 
-def by_definition(shape, truncate):
+def tiles_by_definition(shape, truncate):
     """Draw tile by tile; redraw whole tiles to replace values beyond the bound."""
     full = torch.empty(shape)
     matrices = full.view(-1, *shape[-2:]) if len(shape) > 1 else full.view(1, 1, -1)
@@ -117,7 +117,9 @@ def by_definition(shape, truncate):
 def test_initial_values_do_not_depend_on_number_of_threads(shape, truncate):
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
-        assert torch.equal(drawn(shape, truncate=truncate), by_definition(shape, truncate))
+        assert torch.equal(
+            drawn_parameter(shape, truncate=truncate), tiles_by_definition(shape, truncate)
+        )
         assert torch.get_num_threads() == threads
 
 

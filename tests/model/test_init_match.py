@@ -21,11 +21,11 @@ def writes(model, tokens, documents=None):
     return model(tokens, tokens, diagnose=True, documents=documents).stats["attn_write_rms"]
 
 
-def config(variant, *words):
+def model_config(variant, *words):
     return load_config([*WORDS, f"attention={variant}", *words]).model
 
 
-def scaled(cfg, factors):
+def scaled_outputs(cfg, factors):
     model = build_model(cfg)
     with torch.no_grad():
         for layer, factor in zip(model.layers, factors, strict=True):
@@ -39,10 +39,12 @@ FEW = [("diff_v1", ()), ("standard_half_context", ()), ("diff_v2", MIXTURE)]
 
 @pytest.mark.parametrize(("variant", "more"), slow_but(FEW, CASES))
 def test_init_match_sets_attention_output_rms_to_standard_attention_rms(variant, more):
-    cfg, tokens = config(variant, *more), torch.randint(64, (8, 24))
+    cfg, tokens = model_config(variant, *more), torch.randint(64, (8, 24))
     factors = write_factors(cfg, variant_config("standard"), tokens)
-    expected = writes(build_model(config("standard", *more)), tokens)
-    torch.testing.assert_close(writes(scaled(cfg, factors), tokens), expected, rtol=1e-5, atol=0)
+    expected = writes(build_model(model_config("standard", *more)), tokens)
+    torch.testing.assert_close(
+        writes(scaled_outputs(cfg, factors), tokens), expected, rtol=1e-5, atol=0
+    )
     if variant == "standard":
         assert factors == [1.0, 1.0, 1.0]
     if variant == "standard_half_context":
@@ -50,18 +52,18 @@ def test_init_match_sets_attention_output_rms_to_standard_attention_rms(variant,
 
 
 def test_init_match_supports_masked_documents():
-    cfg, tokens = config("diff_v2"), torch.randint(12, (8, 24))
+    cfg, tokens = model_config("diff_v2"), torch.randint(12, (8, 24))
     documents = Documents.of(tokens, 7)
     factors = write_factors(cfg, variant_config("standard"), tokens, documents)
     assert factors != write_factors(cfg, variant_config("standard"), tokens)
-    expected = writes(build_model(config("standard")), tokens, documents)
+    expected = writes(build_model(model_config("standard")), tokens, documents)
     torch.testing.assert_close(
-        writes(scaled(cfg, factors), tokens, documents), expected, rtol=1e-5, atol=0
+        writes(scaled_outputs(cfg, factors), tokens, documents), expected, rtol=1e-5, atol=0
     )
 
 
 def test_init_match_raises_config_error_if_attention_output_is_zero(monkeypatch):
-    cfg = config("standard")
+    cfg = model_config("standard")
     cfg.attention.context_scale = 1e-30
     with pytest.raises(
         ConfigError, match=r"layer 0: the RMS of the initial attention output is .* in the baseline"

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import families, slow_but
-from variants import MIXTURE, SHAPES, VARIANTS, allowed, refused, small_config, small_model
+from variants import MIXTURE, SHAPES, VARIANTS, allowed, is_refused, small_config, small_model
 
 from diffllm import build_model
 from diffllm.model.attention.base import KVCache
@@ -151,7 +151,7 @@ def held_bytes(variant, shape):
 def test_no_attention_variant_has_larger_kv_cache_than_standard_attention(shape):
     baseline = held_bytes("standard", shape)
     assert baseline == 2 * 2 * 2 * 9 * shape[1] * shape[2] * 4  # layers, k and v, rows, float32
-    measured = {v: held_bytes(v, shape) for v in VARIANTS if not refused(v, *shape[:2])}
+    measured = {v: held_bytes(v, shape) for v in VARIANTS if not is_refused(v, *shape[:2])}
     assert {"diff_v2", "gated", "standard"} <= measured.keys()
     assert ("diff_v1" in measured) == (shape[1] > 1)
     assert {name: held for name, held in measured.items() if held > baseline} == {}

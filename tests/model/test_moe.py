@@ -43,7 +43,7 @@ def layer(dtype=torch.float64, dim=DIM, biased=False, **fields):
     return moe
 
 
-def reference(moe, x, chosen=None):
+def reference_mixture(moe, x, chosen=None):
     """Return the output (N, D) and the routing of the reference."""
     cfg, w = moe.cfg, moe.experts
     shared = moe.shared and (moe.shared.w1.weight, moe.shared.w2.weight, moe.shared.w3.weight)
@@ -76,10 +76,10 @@ def gradients(moe, x, out):
     )
 
 
-def assert_equals_the_reference(moe, x):
+def assert_reference_moe(moe, x):
     x = x.requires_grad_()
     out, routed = moe(x)
-    expected, taken, _, _ = reference(moe, x)
+    expected, taken, _, _ = reference_mixture(moe, x)
     torch.testing.assert_close(out, expected.view_as(x), rtol=1e-10, atol=1e-10)
     assert routed.counts.tolist() == counts_of(taken, moe.cfg.n_experts)
     found, wanted = gradients(moe, x, out), gradients(moe, x, expected.view_as(x))
@@ -103,14 +103,14 @@ def test_moe_layer_equals_loop_reference_for_all_routing_options(
         routed_scaling=scaling,
         n_shared=n_shared,
     )
-    assert_equals_the_reference(moe, torch.randn(2, 7, DIM, dtype=torch.float64))
+    assert_reference_moe(moe, torch.randn(2, 7, DIM, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("score", Score)
 def test_experts_without_tokens_get_zero_gradients(score):
     moe = layer(score=score, n_experts=9)
     moe.router.bias[[0, 4, 8]] = -100
-    counts = assert_equals_the_reference(moe, torch.randn(2, 5, DIM, dtype=torch.float64))
+    counts = assert_reference_moe(moe, torch.randn(2, 5, DIM, dtype=torch.float64))
     assert (counts == 0).nonzero().flatten().tolist() == [0, 4, 8]
 
 
@@ -118,7 +118,7 @@ def test_experts_without_tokens_get_zero_gradients(score):
 def test_moe_layer_equals_loop_reference_if_one_expert_gets_all_tokens(favourite):
     moe = layer(top_k=1, renormalise=False)
     moe.router.bias[favourite] = 100
-    counts = assert_equals_the_reference(moe, torch.randn(2, 5, DIM, dtype=torch.float64))
+    counts = assert_reference_moe(moe, torch.randn(2, 5, DIM, dtype=torch.float64))
     assert counts.tolist() == [10 * (e == favourite) for e in range(EXPERTS)]
 
 
@@ -132,7 +132,7 @@ def test_router_breaks_ties_between_experts_deterministically():
     assert all(len(set(row)) == 3 for row in taken)
     assert moe.router(x.flatten(0, 1)).experts.tolist() == taken
     out, routed = moe(x)
-    expected = reference(moe, x, taken)[0].view_as(x)
+    expected = reference_mixture(moe, x, taken)[0].view_as(x)
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
     assert routed.counts.sum() == 2 * 8 * 3
     wanted = gradients(moe, x, expected)
@@ -210,7 +210,7 @@ def test_float32_moe_layer_of_any_shape_equals_loop_reference(
     found = gradients(moe, x, out)
     taken = moe.router(x.flatten(0, 1)).experts.tolist()
     exact, x64 = moe.double(), x.detach().double().requires_grad_()
-    expected = reference(exact, x64, taken)[0].view_as(x64)
+    expected = reference_mixture(exact, x64, taken)[0].view_as(x64)
     assert routed.counts.tolist() == counts_of(taken, n_experts)
     assert_close(out, expected, 1e-5)
     wanted = gradients(exact, x64, expected)
@@ -244,7 +244,7 @@ def test_router_losses_and_gradients_equal_paper_formulas(loss, score, biased, p
     padding = torch.tensor([[position == "-" for position in row] for row in rows])
     out, routed = moe(x, padding=padding)
     assert torch.equal(out, moe(x)[0]), "padding must not change outputs"
-    _, taken, shares, logits = reference(moe, x)
+    _, taken, shares, logits = reference_mixture(moe, x)
     places = torch.arange(21).view(3, 7)
     sequences = [place[~row].tolist() for place, row in zip(places, padding, strict=True)]
     tokens = places[~padding].tolist()

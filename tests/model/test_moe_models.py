@@ -13,13 +13,13 @@ from diffllm.model.ffn.moe import MoE, SwiGLU
 shared_model = cache(small_model)
 
 
-def mixture(variant, *extra):
+def mixture_model(variant, *extra):
     return shared_model(variant, extra=(*MIXTURE, *extra))
 
 
 @pytest.mark.parametrize("variant", slow_but(families(VARIANTS), VARIANTS))
 def test_every_parameter_of_moe_model_gets_finite_nonzero_gradient(variant):
-    model = mixture(variant, *LOSSES)
+    model = mixture_model(variant, *LOSSES)
     tokens = torch.randint(0, 64, (4, 17))
     out = model(tokens[:, :-1], tokens[:, 1:])
     assert out.routed.counts.sum(1).tolist() == [2 * 64] * 2
@@ -32,7 +32,7 @@ def test_every_parameter_of_moe_model_gets_finite_nonzero_gradient(variant):
 
 
 def test_moe_model_objective_includes_weighted_router_losses():
-    model, tokens = mixture("standard", *LOSSES), torch.randint(0, 64, (2, 17))
+    model, tokens = mixture_model("standard", *LOSSES), torch.randint(0, 64, (2, 17))
     out = model(tokens[:, :-1], tokens[:, 1:])
     assert out.routed.balance > 0
     assert out.routed.z > 0
@@ -42,7 +42,7 @@ def test_moe_model_objective_includes_weighted_router_losses():
 
 def test_n_dense_layers_setting_makes_first_layers_dense():
     extra = ("model.n_layers=4", "model.moe.n_dense_layers=3", *LOSSES)
-    model = mixture("diff_v2", *extra)
+    model = mixture_model("diff_v2", *extra)
     assert [type(layer.ffn) for layer in model.layers] == [SwiGLU] * 3 + [MoE]
     assert model.layers[0].ffn.w1.out_features == model.cfg.ffn_dim == 32
     assert model.layers[3].ffn.experts.w1.shape == (4, 16, 24)

@@ -84,7 +84,7 @@ def copy_into(peer, model, permute):
 
 
 @torch.no_grad()
-def compare(model, peer, permute):
+def assert_same_logits(model, peer, permute):
     copy_into(peer.eval(), model, permute)
     tokens = torch.randint(0, VOCAB, (3, 24))
     mine, theirs = model(tokens), peer(tokens).logits
@@ -99,14 +99,14 @@ def compare(model, peer, permute):
 def test_standard_model_equals_transformers_llama_with_same_parameters(heads, kv_heads, tied):
     model = ours("standard", heads, kv_heads, f"model.tie_embeddings={tied}")
     config = peer_config(transformers.LlamaConfig, heads, kv_heads, tied)
-    compare(model, transformers.LlamaForCausalLM(config), permute=False)
+    assert_same_logits(model, transformers.LlamaForCausalLM(config), permute=False)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
 def test_diff_v1_model_equals_transformers_diffllama_after_head_reordering(heads, kv_heads):
     model = ours("diff_v1", heads, kv_heads)
     config = peer_config(transformers.DiffLlamaConfig, heads, kv_heads)
-    compare(model, transformers.DiffLlamaForCausalLM(config), permute=True)
+    assert_same_logits(model, transformers.DiffLlamaForCausalLM(config), permute=True)
 
 
 EXPERTS, TOP_K, EXPERT_DIM = 6, 3, 24

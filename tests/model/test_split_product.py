@@ -15,7 +15,7 @@ from diffllm.model.ffn.router import (
 TOKENS, DIM, EXPERTS, TOP_K = 4096, 512, 64, 8
 
 
-def stand_in(a, b):
+def float32_product(a, b):
     """Multiply in float32, where bf16 products are exact."""
     assert a.dtype == b.dtype == torch.bfloat16
     return a.float() @ b.float()
@@ -23,7 +23,7 @@ def stand_in(a, b):
 
 @pytest.fixture
 def no_cuda(monkeypatch):
-    monkeypatch.setattr(router, "float32_mm", stand_in)
+    monkeypatch.setattr(router, "float32_mm", float32_product)
 
 
 def tokens_and_weight():

@@ -15,7 +15,7 @@ from diffllm.model.stats import block_stats
 pytestmark = pytest.mark.usefixtures("gloo")
 
 
-def batch(size=4):
+def inputs_and_targets(size=4):
     tokens = torch.randint(0, 64, (size, 17))
     return tokens[:, :-1], tokens[:, 1:]
 
@@ -43,7 +43,10 @@ def test_kurtosis_equals_closed_form_for_known_distributions():
 
 @pytest.mark.parametrize("variant", slow_but(families(variants()), variants()))
 def test_diagnose_option_does_not_change_objective_or_gradients(variant):
-    model, (inputs, targets) = tiny_model(f"attention={variant}", "seq_len=16"), batch()
+    model, (inputs, targets) = (
+        tiny_model(f"attention={variant}", "seq_len=16"),
+        inputs_and_targets(),
+    )
     plain, diagnosed = (model(inputs, targets, diagnose=d) for d in (False, True))
     assert plain.stats == {}
     assert torch.equal(plain.objective, diagnosed.objective)

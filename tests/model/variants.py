@@ -29,7 +29,7 @@ LOSSES = (
 
 
 @cache
-def composed(variant, extra) -> TrainConfig:
+def cached_config(variant, extra) -> TrainConfig:
     """Cache composed configs, because composing takes longer than most tests."""
     return load_config(
         [
@@ -47,7 +47,7 @@ def composed(variant, extra) -> TrainConfig:
 
 
 def small_config(variant, heads=4, kv_heads=2, head_dim=8, extra=()) -> TrainConfig:
-    cfg = deepcopy(composed(variant, extra))
+    cfg = deepcopy(cached_config(variant, extra))
     cfg.model.n_heads, cfg.model.n_kv_heads, cfg.model.head_dim = heads, kv_heads, head_dim
     cfg.validate()
     return cfg
@@ -60,9 +60,9 @@ def small_model(variant, heads=4, kv_heads=2, head_dim=8, extra=()) -> Transform
     return model
 
 
-def refused(variant, heads, kv_heads):
+def is_refused(variant, heads, kv_heads):
     """Return whether the variant refuses these head counts."""
-    composed(variant, ())  # must not raise
+    cached_config(variant, ())  # must not raise
     try:
         small_config(variant, heads, kv_heads)
     except ConfigError:
@@ -72,4 +72,4 @@ def refused(variant, heads, kv_heads):
 
 def allowed(variants, shapes):
     """List (variant, shape) of all supported combinations."""
-    return [(v, shape) for v in variants for shape in shapes if not refused(v, *shape[:2])]
+    return [(v, shape) for v in variants for shape in shapes if not is_refused(v, *shape[:2])]

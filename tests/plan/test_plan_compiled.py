@@ -15,7 +15,7 @@ N, D, H = 512, 256, 1024
 """Rows, width and inner width; values have two bytes."""
 
 
-def gated(x, w1, w3, w2):
+def gated_product(x, w1, w3, w2):
     return x + (F.silu(x @ w1) * (x @ w3)) @ w2
 
 
@@ -43,7 +43,7 @@ def held(function, *shapes):
 
 def test_simulated_compiler_does_not_save_silu_output_for_backward():
     shapes = [(N, D), (D, H), (D, H), (H, D)]
-    forward, kept, backward, found = held(gated, *shapes)
+    forward, kept, backward, found = held(gated_product, *shapes)
     assert found == ((N, D), [torch.Size(s) for s in shapes])
     product, out, weight = 2 * N * H, 2 * N * D, 2 * D * H
     assert kept == 3 * product + out  # x @ w1, x @ w3, silu(x @ w1) * (x @ w3); x is an input

@@ -62,7 +62,7 @@ def real_bytes(overrides):
     )
 
 
-def slow(*values):
+def slow_case(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
@@ -72,12 +72,12 @@ def slow(*values):
     [
         (1, MOE),
         (2, [*SMALL, "attention=diff_v1"]),
-        slow(4, [*SMALL, "attention=diff_v2", "model.tie_embeddings=true"]),
-        slow(4, [*SMALL, "attention=gated", "parallel.replicate=2", "model.qk_norm=true"]),
-        slow(2, MOE),
-        slow(4, [*MOE, "parallel.replicate=2"]),
-        slow(2, [*MOE, "parallel.expert=2"]),
-        slow(4, [*MOE, "parallel.expert=2", "attention=diff_v1"]),
+        slow_case(4, [*SMALL, "attention=diff_v2", "model.tie_embeddings=true"]),
+        slow_case(4, [*SMALL, "attention=gated", "parallel.replicate=2", "model.qk_norm=true"]),
+        slow_case(2, MOE),
+        slow_case(4, [*MOE, "parallel.replicate=2"]),
+        slow_case(2, [*MOE, "parallel.expert=2"]),
+        slow_case(4, [*MOE, "parallel.expert=2", "attention=diff_v1"]),
     ],
 )
 def test_planned_bytes_of_training_state_equal_real_bytes(ranks, overrides, tmp_path):
@@ -102,12 +102,12 @@ def observed(cfg):
         return watched.step(cfg.micro_batches(dist.get_world_size())[1])
 
 
-def counted(calls):
+def counted_calls(calls):
     return Counter((call.kind.value, call.size, call.ranks) for call in calls)
 
 
-def collectives(overrides):
-    return counted(observed(load_config(overrides)).calls)
+def collectives_of(overrides):
+    return counted_calls(observed(load_config(overrides)).calls)
 
 
 WITHOUT_PROBES = "diagnostics.probe_interval=0"
@@ -121,7 +121,7 @@ REAL_STEPS = [  # one and two micro-batches
 ]
 
 
-@pytest.mark.parametrize("overrides", [REAL_STEPS[0], *map(slow, REAL_STEPS[1:])])
+@pytest.mark.parametrize("overrides", [REAL_STEPS[0], *map(slow_case, REAL_STEPS[1:])])
 def test_simulated_memory_equals_memory_of_real_step(overrides):
     cfg = load_config(overrides)
     step = simulate(cfg, 2)
@@ -138,7 +138,7 @@ def test_simulated_memory_equals_memory_of_real_step(overrides):
 @pytest.mark.parametrize("overrides", REAL_STEPS)
 def test_simulated_collectives_match_real_step(overrides, tmp_path):
     step = simulate(load_config(overrides), 2)
-    assert counted(step.calls) == run_ranks(collectives, 2, tmp_path, overrides)[0]
+    assert counted_calls(step.calls) == run_ranks(collectives_of, 2, tmp_path, overrides)[0]
 
 
 @pytest.mark.slow

@@ -63,7 +63,7 @@ def trained_run(run: Path, overrides: list[str]) -> tuple[torch.Tensor, dict[str
     save(t, LoopState(step=3), checkpointer)
     checkpointer.close()
     if rank == 0:
-        write_run(run, cfg)
+        write_config_and_tokenizer(run, cfg)
     with torch.no_grad():
         logits = t.model(TOKENS)
     values = {**t.params, **t.model.router_state()}
@@ -75,7 +75,7 @@ def unsharded(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def write_run(run: Path, cfg: TrainConfig) -> None:
+def write_config_and_tokenizer(run: Path, cfg: TrainConfig) -> None:
     write_atomic(run / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(cfg)))
     (run / "tokenizer.model").write_bytes(b"pieces")
 

@@ -91,29 +91,31 @@ def main(fault: Fault, words: list[str]) -> int:
         wait_at_gate(Path(directory) / "gate-heldout")
         real_add(sums, batch)
 
-    replace(trainer, "train_step", train_step)
-    replace(heldout.DocumentSums, "add", add)
+    replace_attribute(trainer, "train_step", train_step)
+    replace_attribute(heldout.DocumentSums, "add", add)
     if rank == fault.rank:
         if fault.kind == "seed":
-            replace(command, "run", other_seed)
+            replace_attribute(command, "run", other_seed)
         elif fault.kind == "code":
             other = {"diffllm": "another", "torch": torch.__version__}
-            replace(start, "code_version", lambda: strike(other))
+            replace_attribute(start, "code_version", lambda: strike(other))
         elif fault.kind == "corpus":
             facts = start.corpus_facts
-            replace(start, "corpus_facts", lambda data: strike({**facts(data), "tokens": "others"}))
+            replace_attribute(
+                start, "corpus_facts", lambda data: strike({**facts(data), "tokens": "others"})
+            )
         elif fault.kind == "slow claim":
-            replace(state, "resume_checkpoint", sleep)
+            replace_attribute(state, "resume_checkpoint", sleep)
         elif fault.kind == "slow save":
-            slow(writer.TensorWriter, "write_data", 20)
+            slow_down(writer.TensorWriter, "write_data", 20)
         elif fault.kind == "endless second save":
             endless_second_call(writer.TensorWriter, "write_data")
         elif fault.kind == "slow end":
-            slow(process.Display, "stop", 8)
+            slow_down(process.Display, "stop", 8)
         elif fault.kind == "broken build":
-            replace(run, "build", raise_error)
+            replace_attribute(run, "build", raise_error)
         elif fault.kind == "start":
-            replace(run, "build", sleep)
+            replace_attribute(run, "build", sleep)
     sys.argv[1:] = words
     try:
         return entry.main()
@@ -134,7 +136,7 @@ def strike(result: Any = None) -> Any:
     return result
 
 
-def replace(owner: Any, name: str, value: Any) -> None:
+def replace_attribute(owner: Any, name: str, value: Any) -> None:
     """Replace an existing attribute; fail if the attribute has moved, so that no fault is lost."""
     assert hasattr(owner, name), f"{owner} has no attribute {name}"
     setattr(owner, name, value)
@@ -161,7 +163,7 @@ def wait_at_gate(gate: Path) -> None:
         time.sleep(0.005)
 
 
-def slow(owner: Any, name: str, seconds: float) -> None:
+def slow_down(owner: Any, name: str, seconds: float) -> None:
     """Delay every call of a method."""
     real = getattr(owner, name)
 
@@ -170,7 +172,7 @@ def slow(owner: Any, name: str, seconds: float) -> None:
         time.sleep(seconds)
         return real(*args, **kwargs)
 
-    replace(owner, name, late)
+    replace_attribute(owner, name, late)
 
 
 def hang() -> None:
@@ -189,7 +191,7 @@ def endless_second_call(owner: Any, name: str) -> None:
             hang()
         return real(*args, **kwargs)
 
-    replace(owner, name, once)
+    replace_attribute(owner, name, once)
 
 
 def raise_error(*_: Any) -> None:

@@ -45,14 +45,14 @@ BASE = "[model=tiny, steps=20, seq_len=32, global_batch_size=8]"
 
 
 @cache
-def composed(words: tuple[str, ...]) -> TrainConfig:
+def composed_config(words: tuple[str, ...]) -> TrainConfig:
     return load_config(list(words))
 
 
 def config_of(words: tuple[str, ...]) -> TrainConfig:
     """Compose the config of a run; the result is cached for all values of seed and run.dir."""
     own = {word.partition("=")[0]: word for word in words if word.startswith(("seed=", "run.dir="))}
-    cfg = composed(tuple(word for word in words if word not in own.values()))
+    cfg = composed_config(tuple(word for word in words if word not in own.values()))
     if "seed" in own:
         seed = int(own["seed"].removeprefix("seed="))
         is_pinned = any(word.startswith("model.init_seed=") for word in words)
@@ -64,7 +64,7 @@ def config_of(words: tuple[str, ...]) -> TrainConfig:
 
 
 @cache
-def config(overrides: tuple[str, ...]) -> TrainConfig:
+def run_config(overrides: tuple[str, ...]) -> TrainConfig:
     base = TINY
     if any(word.startswith("train.budget.flops=") for word in overrides):
         base = tuple(word for word in TINY if word != "steps=20")
@@ -73,17 +73,17 @@ def config(overrides: tuple[str, ...]) -> TrainConfig:
 
 @cache
 def config_yaml(overrides: tuple[str, ...]) -> str:
-    return OmegaConf.to_yaml(OmegaConf.structured(config(overrides)))
+    return OmegaConf.to_yaml(OmegaConf.structured(run_config(overrides)))
 
 
 @cache
-def parameters(overrides: tuple[str, ...]) -> int:
-    return int(totals(config(overrides).model)["params"])
+def parameter_count(overrides: tuple[str, ...]) -> int:
+    return int(totals(run_config(overrides).model)["params"])
 
 
 def facts_of(*overrides: str) -> dict[str, Any]:
     """Return the run.json of a run on one CPU."""
-    count = parameters(overrides)
+    count = parameter_count(overrides)
     return {
         "parameters": count,
         "active_parameters": count,
@@ -100,7 +100,7 @@ def facts_of(*overrides: str) -> dict[str, Any]:
     }
 
 
-def metric_lines(steps: int, tokens: int, loss: float, layers: int = 2) -> list[dict[str, Any]]:
+def falling_lines(steps: int, tokens: int, loss: float, layers: int = 2) -> list[dict[str, Any]]:
     """Return lines for steps 1, 10, 20, ...: losses fall to `loss`, statistics change with step."""
     lines = []
     for step in (1, *range(10, steps + 1, 10)):
@@ -135,12 +135,12 @@ def write_run(
     """Write a run directory: finished with held-out loss `loss`, or at step 10 if `loss` is None.
 
     Args:
-        lines: lines of metrics.jsonl; default: `metric_lines`.
+        lines: lines of metrics.jsonl; default: `falling_lines`.
         facts: values that replace those of `facts_of`; None removes a key.
         summary: values that replace the default values of summary.json.
         written: modification time of summary.json and metrics.jsonl.
     """
-    cfg = config(overrides)
+    cfg = run_config(overrides)
     (path / "checkpoints").mkdir(parents=True)
     write_atomic(path / "config.yaml", config_yaml(overrides))
     known = {**facts_of(*overrides), **(facts or {})}
@@ -148,7 +148,7 @@ def write_run(
     write_atomic(path / "run.json", json.dumps(known))
     tokens = cfg.global_batch_size * cfg.seq_len
     if lines is None:
-        lines = metric_lines(10 if loss is None else cfg.steps, tokens, loss or 5.0)
+        lines = falling_lines(10 if loss is None else cfg.steps, tokens, loss or 5.0)
     write_lines(path, lines)
     if loss is not None:
         done = {

@@ -16,7 +16,7 @@ GPU = torch.device("cuda")
 
 
 @pytest.fixture
-def copied(monkeypatch):
+def copied_tensors(monkeypatch):
     """Replace copies to a GPU by checks; return the copied tensors."""
     pinned, done, to = [], [], Tensor.to
 
@@ -37,14 +37,14 @@ def copied(monkeypatch):
     return done
 
 
-def test_documents_and_probe_positions_are_copied_from_pinned_memory(copied):
+def test_documents_and_probe_positions_are_copied_from_pinned_memory(copied_tensors):
     documents = Documents.of(torch.randint(0, 4, (2, 16)), 0)
     for mine, other in zip(documents.to(GPU), documents, strict=True):
         assert torch.equal(mine, other)
-    assert len(copied) == 3
+    assert len(copied_tensors) == 3
     cfg = load_config(["model=tiny", "seq_len=64"])
     t = SimpleNamespace(cfg=cfg, compiled=True, device=GPU)
-    assert step.probe(t, 0, step.Due(probes=True)) is copied[3]
+    assert step.probe(t, 0, step.Due(probes=True)) is copied_tensors[3]
 
 
 def test_batches_are_pinned_and_copied_without_blocking(monkeypatch):

@@ -21,12 +21,12 @@ SMALL = ["model=tiny", "parallel.shard=-1"]
 RANKS = 2
 
 
-def state_of(rank: int, ranks: int) -> int:
+def state_bytes(rank: int, ranks: int) -> int:
     cfg = load_config(SMALL)
     return training_state(without_storage(cfg.model), cfg.parallel.sizes(ranks), rank).total
 
 
-def refusal(*words: str, world_size: int = RANKS, ranks_here: int = RANKS) -> str:
+def memory_error(*words: str, world_size: int = RANKS, ranks_here: int = RANKS) -> str:
     """Return the error of the memory check, or "" if the run passes."""
     try:
         check_memory(load_config([*SMALL, *words]), world_size, ranks_here)
@@ -36,22 +36,22 @@ def refusal(*words: str, world_size: int = RANKS, ranks_here: int = RANKS) -> st
 
 
 def test_run_on_cpu_is_refused_if_state_of_ranks_here_exceeds_memory(monkeypatch):
-    needed = state_of(0, RANKS) + state_of(1, RANKS)
+    needed = state_bytes(0, RANKS) + state_bytes(1, RANKS)
     monkeypatch.setattr(memory, "machine_memory", lambda: needed)
-    assert refusal() == ""
+    assert memory_error() == ""
     monkeypatch.setattr(memory, "machine_memory", lambda: needed - 1)
-    assert "model=tiny attention=diff_v2 does not fit into memory" in refusal()
-    assert refusal(world_size=2 * RANKS) == ""
-    assert refusal(ranks_here=0) == refusal("force=true") == ""
+    assert "model=tiny attention=diff_v2 does not fit into memory" in memory_error()
+    assert memory_error(world_size=2 * RANKS) == ""
+    assert memory_error(ranks_here=0) == memory_error("force=true") == ""
 
 
 def test_run_on_gpu_is_refused_if_state_of_one_rank_exceeds_its_memory(monkeypatch):
-    gpu = SimpleNamespace(name="Small GPU", total_memory=state_of(0, RANKS))
+    gpu = SimpleNamespace(name="Small GPU", total_memory=state_bytes(0, RANKS))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
-    assert refusal() == ""
+    assert memory_error() == ""
     gpu.total_memory -= 1
-    assert "the GPU Small GPU has" in refusal()
+    assert "the GPU Small GPU has" in memory_error()
 
 
 @pytest.mark.parametrize("ranks", [1, RANKS])

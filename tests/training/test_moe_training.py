@@ -4,7 +4,7 @@ from statistics import mean
 
 import pytest
 import torch
-from test_variants_train import batch
+from test_variants_train import text_batch
 
 from diffllm.config import load_config
 from diffllm.training.build import build
@@ -21,12 +21,12 @@ BASE = [
 ]
 
 
-def micro_batches(cfg, step):
+def split_batches(cfg, step):
     """Return the micro-batches of a step."""
-    return zip(*(part.split(cfg.micro_batches(1)[0]) for part in batch(step)), strict=True)
+    return zip(*(part.split(cfg.micro_batches(1)[0]) for part in text_batch(step)), strict=True)
 
 
-class Run:
+class MoeTraining:
     """Training steps, and the token counts passed to `rebalance`."""
 
     def __init__(self, *overrides):
@@ -44,7 +44,7 @@ class Run:
     def steps(self, number, due=Due()):  # noqa: B008
         start = len(self.counts)
         return [
-            train_step(self.t, micro_batches(self.cfg, step), step, due)
+            train_step(self.t, split_batches(self.cfg, step), step, due)
             for step in range(start, start + number)
         ]
 
@@ -53,7 +53,7 @@ class Run:
 
 
 def test_router_bias_is_updated_from_tokens_per_expert_at_every_step():
-    run = Run("model.moe.bias_update_rate=0.125", "micro_batch_size=2")
+    run = MoeTraining("model.moe.bias_update_rate=0.125", "micro_batch_size=2")
     expected = torch.zeros(LAYERS, EXPERTS)
     for _ in range(5):
         run.steps(1)
@@ -67,17 +67,17 @@ def test_router_bias_is_updated_from_tokens_per_expert_at_every_step():
 
 
 def test_evaluation_and_statistics_do_not_change_router_state():
-    run = Run()
+    run = MoeTraining()
     run.steps(2)
     before = run.routers()
     with torch.no_grad():
-        run.t.model(*batch(0), diagnose=True)
+        run.t.model(*text_batch(0), diagnose=True)
     for name, value in run.routers().items():
         assert torch.equal(value, before[name])
 
 
 def test_router_statistics_include_all_micro_batches_of_step():
-    run = Run("micro_batch_size=2", "model.moe.n_dense_layers=1")
+    run = MoeTraining("micro_batch_size=2", "model.moe.n_dense_layers=1")
     run.steps(3)
     entropies = []
 
@@ -116,7 +116,7 @@ def test_router_bias_balances_token_load_of_experts(seed):
     found = {}
     for rate in (0.0, 0.01):
         words = (f"seed={seed}", "optim.lr=3e-3", "steps=80")
-        run = Run(f"model.moe.bias_update_rate={rate}", *words)
+        run = MoeTraining(f"model.moe.bias_update_rate={rate}", *words)
         losses = [out.nll.item() for out in run.steps(80)]
         assert mean(losses[-5:]) < losses[0] - 2
         found[rate] = unevenness(run)

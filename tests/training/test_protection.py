@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 STEPS, BAD = 6, 3
 
 
-def recorded(seed=0, steps=600):
+def recorded_series(seed=0, steps=600):
     """Return a series of losses and gradient norms, both with spikes, NaN and infinities."""
     rng = np.random.default_rng(seed)
     loss = 2.5 + 6 * np.exp(-np.arange(steps) / 60) + rng.normal(0, 0.05, steps)
@@ -38,7 +38,7 @@ def guard(mode):
     return Guard(mode, 128, 6.0, CPU)
 
 
-def judged(guard, series):
+def judged_steps(guard, series):
     values = [torch.tensor(pair, dtype=torch.float32).unbind() for pair in series]
     return [guard.judge(*pair).item() for pair in values]
 
@@ -55,28 +55,30 @@ def spiked(monitor, series):
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_spike_guard_on_device_matches_spike_monitor_on_host(seed):
-    series = recorded(seed)
-    flags = judged(guard(SkipStep.spike), series)
+    series = recorded_series(seed)
+    flags = judged_steps(guard(SkipStep.spike), series)
     assert flags == spiked(SpikeMonitor(), series)
     bad = {i for i, flag in enumerate(flags) if flag}
     assert {5, 127, 300, 350, 351, 400, 401, 450, 500} <= bad
 
 
 def test_spike_guard_skips_only_nonfinite_steps_if_skip_step_is_nonfinite():
-    flags = judged(guard(SkipStep.nonfinite), recorded())
+    flags = judged_steps(guard(SkipStep.nonfinite), recorded_series())
     assert [i for i, flag in enumerate(flags) if flag] == [5, 127, 350, 351]
-    assert set(judged(guard(SkipStep.off), recorded())) == {0.0}
+    assert set(judged_steps(guard(SkipStep.off), recorded_series())) == {0.0}
 
 
 @pytest.mark.parametrize("cut", [0, 60, 128, 130, 400, 401])
 def test_resumed_spike_guard_skips_same_steps_as_uninterrupted_guard(cut):
-    series, monitor = recorded(), SpikeMonitor()
-    whole = judged(guard(SkipStep.spike), series)
+    series, monitor = recorded_series(), SpikeMonitor()
+    whole = judged_steps(guard(SkipStep.spike), series)
     spiked(monitor, series[:cut])
     resumed = guard(SkipStep.spike)
-    judged(resumed, recorded(9))  # `load` must replace the earlier content of the windows.
+    judged_steps(
+        resumed, recorded_series(9)
+    )  # `load` must replace the earlier content of the windows.
     resumed.load(*monitor.windows())
-    assert judged(resumed, series[cut:]) == whole[cut:]
+    assert judged_steps(resumed, series[cut:]) == whole[cut:]
 
 
 # The update itself
@@ -100,7 +102,7 @@ class Injected:
         return out._replace(objective=out.objective * self.objective, loss=loss)
 
 
-def batch(step, cfg):
+def rank_batch(step, cfg):
     generator = torch.Generator().manual_seed(step)
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     tokens = torch.randint(
@@ -110,7 +112,7 @@ def batch(step, cfg):
 
 
 @cache
-def config(variant, *extra):
+def protection_config(variant, *extra):
     return load_config(
         [
             *("model=tiny", f"attention={variant}", "model.vocab_size=64", "data.vocab_size=64"),
@@ -125,7 +127,7 @@ def train_with(fault, mode, variant, *extra, left_out=None):
 
     Do not train step `left_out` at all.
     """
-    cfg = config(variant, *extra)
+    cfg = protection_config(variant, *extra)
     cfg = replace(cfg, train=replace(cfg.train, skip_step=SkipStep[mode]))
     t = build(cfg, CPU)
     injected = Injected(t.model, rank=torch.distributed.get_world_size() - 1)
@@ -141,7 +143,7 @@ def train_with(fault, mode, variant, *extra, left_out=None):
             states.append(states[-1])
             continue
         injected.objective, injected.nll = fault if step == BAD else (1.0, 1.0)
-        out = train_step(t, iter([batch(step, cfg)]), step)
+        out = train_step(t, iter([rank_batch(step, cfg)]), step)
         flags.append(out.skipped.item())
         states.append({name: unsharded(value).numpy() for name, value in t.tensors().items()})
     return flags, states
@@ -221,8 +223,8 @@ def steps_without_the_host(ignores_targets, *overrides):
         ]
     )
     t = build(cfg, CPU, ignores_targets=ignores_targets)
-    train_step(t, iter([batch(0, cfg)]), 0)  # FSDP initialises itself in the first step.
-    data = [iter([batch(step, cfg)]) for step in (1, 2)]
+    train_step(t, iter([rank_batch(0, cfg)]), 0)  # FSDP initialises itself in the first step.
+    data = [iter([rank_batch(step, cfg)]) for step in (1, 2)]
 
     def refuse(*_):
         raise AssertionError("a tensor was read on the host")

@@ -33,18 +33,18 @@ VARIANTS = variants()
 
 
 @cache
-def loaded(overrides: tuple[str, ...]) -> TrainConfig:
+def cached_named_config(overrides: tuple[str, ...]) -> TrainConfig:
     return load_config(["model=tiny", "run.name=a-run", *overrides])
 
 
-def tiny(*overrides: str) -> TrainConfig:
-    return deepcopy(loaded(overrides))
+def named_config(*overrides: str) -> TrainConfig:
+    return deepcopy(cached_named_config(overrides))
 
 
 @pytest.fixture
-def begun(tmp_path: Path, source_tokenizer: Path) -> Path:
+def begun_run(tmp_path: Path, source_tokenizer: Path) -> Path:
     """Return the directory of a run with one logged step and one checkpoint."""
-    directory = RunDirectory(tmp_path / "run", tiny())
+    directory = RunDirectory(tmp_path / "run", named_config())
     directory.check()
     directory.begin(source_tokenizer)
     (directory.path / "metrics.jsonl").write_text('{"step": 1}\n', encoding="utf-8")
@@ -58,14 +58,14 @@ def begun(tmp_path: Path, source_tokenizer: Path) -> Path:
 
 def test_refused_run_directory_contains_no_lock_file(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("another's", encoding="utf-8")
-    directory = RunDirectory(tmp_path, tiny())
+    directory = RunDirectory(tmp_path, named_config())
     with pytest.raises(ConfigError, match=r"but no config\.yaml"):
         directory.check()
     assert directory.has_run
     directory.withdraw()
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
     with pytest.raises(ConfigError, match="File name too long"):
-        RunDirectory(tmp_path / "outputs" / ("x" * 300), tiny())
+        RunDirectory(tmp_path / "outputs" / ("x" * 300), named_config())
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
@@ -102,20 +102,20 @@ def test_refused_unnamed_run_leaves_no_directory(workplace):
 @pytest.mark.parametrize("name", ["a/b", "..", "a b", "a\n", "", "x" * 231])
 def test_invalid_run_name_is_refused(name):
     """Names have at most 230 bytes, because log files append suffixes."""
-    cfg = tiny()
+    cfg = named_config()
     cfg.run.name = name
     with pytest.raises(ConfigError, match=r"run\.name="):
         choose_path(cfg)
-    assert choose_path(tiny(f"run.name={'x' * 230}")).name == "x" * 230
+    assert choose_path(named_config(f"run.name={'x' * 230}")).name == "x" * 230
 
 
 # Identity
 
 
-def test_resume_with_same_config_is_allowed(begun):
-    before = snapshot(begun)
-    RunDirectory(begun, tiny()).check()
-    assert snapshot(begun) == before
+def test_resume_with_same_config_is_allowed(begun_run):
+    before = snapshot(begun_run)
+    RunDirectory(begun_run, named_config()).check()
+    assert snapshot(begun_run) == before
 
 
 OTHERS = [
@@ -130,22 +130,22 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("override", "key"), slow_but(OTHERS[:2], OTHERS))
-def test_resume_error_for_changed_config_mentions_changed_key(begun, override, key):
-    before = snapshot(begun)
+def test_resume_error_for_changed_config_mentions_changed_key(begun_run, override, key):
+    before = snapshot(begun_run)
     with pytest.raises(ConfigError, match="was made with another config") as caught:
-        RunDirectory(begun, tiny(override)).check()
+        RunDirectory(begun_run, named_config(override)).check()
     named = [part.strip() for part in re.split(r"[(;)]", str(caught.value))]
     assert any(part.startswith(key) for part in named)
     assert "\n" not in str(caught.value)
-    assert snapshot(begun) == before
+    assert snapshot(begun_run) == before
 
 
-def test_resume_error_names_experiment_of_the_run(begun):
+def test_resume_error_names_experiment_of_the_run(begun_run):
     """An older version chose other defaults for the same command."""
-    cfg = tiny("seed=7")
+    cfg = named_config("seed=7")
     cfg.resolved.choices["experiment"] = "quickstart"
     with pytest.raises(ConfigError, match=r"choose another run.name, add experiment=none, or"):
-        RunDirectory(begun, cfg).check()
+        RunDirectory(begun_run, cfg).check()
 
 
 FREE = [
@@ -162,17 +162,19 @@ FREE = [
 
 
 @pytest.mark.parametrize("override", slow_but(FREE[:3], FREE))
-def test_resume_allows_changes_of_settings_that_do_not_affect_results(begun, override):
-    RunDirectory(begun, tiny(override)).check()
+def test_resume_allows_changes_of_settings_that_do_not_affect_results(begun_run, override):
+    RunDirectory(begun_run, named_config(override)).check()
 
 
 def test_resume_of_older_diff_v1_run_accepts_explicit_value_layout(tmp_path, source_tokenizer):
     """Configs of older versions contain `wide`; now the device decides."""
-    first = RunDirectory(tmp_path / "run", tiny("attention=diff_v1", "model.attention.values=wide"))
+    first = RunDirectory(
+        tmp_path / "run", named_config("attention=diff_v1", "model.attention.values=wide")
+    )
     first.begin(source_tokenizer)
     first.lock.release()
     (first.path / "metrics.jsonl").touch()
-    again = tiny("attention=diff_v1")
+    again = named_config("attention=diff_v1")
     assert again.model.attention != first.cfg.model.attention
     RunDirectory(first.path, again).check()
 
@@ -181,19 +183,19 @@ MATCHED = ("attention=standard", "model.match_params_to=diff_v2")
 
 
 @pytest.fixture
-def matched(tmp_path: Path, source_tokenizer: Path) -> Path:
-    directory = RunDirectory(tmp_path / "matched", tiny(*MATCHED))
+def matched_run(tmp_path: Path, source_tokenizer: Path) -> Path:
+    directory = RunDirectory(tmp_path / "matched", named_config(*MATCHED))
     directory.begin(source_tokenizer)
     (directory.path / "metrics.jsonl").write_text('{"step": 1}\n', encoding="utf-8")
     directory.lock.release()
     return directory.path
 
 
-def test_resume_of_parameter_matched_run_keeps_ffn_width(matched, monkeypatch):
-    again = tiny(*MATCHED)
-    RunDirectory(matched, again).check()
+def test_resume_of_parameter_matched_run_keeps_ffn_width(matched_run, monkeypatch):
+    again = named_config(*MATCHED)
+    RunDirectory(matched_run, again).check()
     monkeypatch.setattr(loading, "match", None)  # Loading must use the saved width.
-    saved = load_run_config(matched)
+    saved = load_run_config(matched_run)
     assert saved == again
     assert (saved.resolved.matched.target_ffn_dim, saved.resolved.matched.target) == (
         384,
@@ -204,36 +206,36 @@ def test_resume_of_parameter_matched_run_keeps_ffn_width(matched, monkeypatch):
     assert saved.model.ffn_dim == saved.resolved.matched.ffn_dim > 384
 
 
-def test_resume_keeps_tokenizer_and_removes_incomplete_checkpoints(begun, tmp_path):
-    cut_short = begun / "checkpoints" / ".step-00000002.incomplete"
+def test_resume_keeps_tokenizer_and_removes_incomplete_checkpoints(begun_run, tmp_path):
+    cut_short = begun_run / "checkpoints" / ".step-00000002.incomplete"
     cut_short.mkdir(parents=True)
     (cut_short / "part").touch()
     other = tmp_path / "other.model"
     other.write_bytes(b"other pieces")
-    directory = RunDirectory(begun, tiny())
+    directory = RunDirectory(begun_run, named_config())
     directory.begin(other, step=1)
-    assert (begun / "tokenizer.model").read_bytes() == b"pieces"
+    assert (begun_run / "tokenizer.model").read_bytes() == b"pieces"
     assert not cut_short.exists()
     assert [path.name for path in directory.checkpoints] == ["step-00000001"]
     directory.begin(other)  # without a usable checkpoint, the run begins again
-    assert (begun / "tokenizer.model").read_bytes() == b"other pieces"
+    assert (begun_run / "tokenizer.model").read_bytes() == b"other pieces"
 
 
-def test_run_with_fewer_steps_than_configured_is_not_finished(begun):
-    directory = RunDirectory(begun, tiny())
+def test_run_with_fewer_steps_than_configured_is_not_finished(begun_run):
+    directory = RunDirectory(begun_run, named_config())
     assert ending(directory.path, directory.cfg) is None
-    directory.finish({"steps": tiny().steps})
-    assert ending(directory.path, directory.cfg) == {"steps": tiny().steps}
-    directory.finish({"steps": tiny().steps - 1})
+    directory.finish({"steps": named_config().steps})
+    assert ending(directory.path, directory.cfg) == {"steps": named_config().steps}
+    directory.finish({"steps": named_config().steps - 1})
     assert ending(directory.path, directory.cfg) is None, "the finished run had fewer steps"
 
 
-def test_diverged_run_resumes_only_after_change_of_training_settings(begun):
-    directory = RunDirectory(begun, tiny())
+def test_diverged_run_resumes_only_after_change_of_training_settings(begun_run):
+    directory = RunDirectory(begun_run, named_config())
     directory.finish({"steps": 3, "stopped": "skipped"})
     assert ending(directory.path, directory.cfg)["steps"] == 3
-    assert read_summary(begun) is None
-    directory.cfg = tiny("log_interval=1", "checkpoint.interval=2")
+    assert read_summary(begun_run) is None
+    directory.cfg = named_config("log_interval=1", "checkpoint.interval=2")
     assert ending(directory.path, directory.cfg), "logging and saving cannot prevent divergence"
     others = (
         "train.max_consecutive_skips=21",
@@ -242,28 +244,30 @@ def test_diverged_run_resumes_only_after_change_of_training_settings(begun):
         "run.allow_changes=[corpus]",
     )
     for other in others:
-        directory.cfg = tiny(other)
+        directory.cfg = named_config(other)
         assert ending(directory.path, directory.cfg) is None, other
 
 
 @pytest.mark.parametrize("change", ["steps=30", "seed=1"])
-def test_resume_of_finished_run_refuses_changed_settings(begun, change):
-    directory = RunDirectory(begun, tiny("run.allow_changes=[steps,optim,eval,seed]", change))
+def test_resume_of_finished_run_refuses_changed_settings(begun_run, change):
+    directory = RunDirectory(
+        begun_run, named_config("run.allow_changes=[steps,optim,eval,seed]", change)
+    )
     directory.finish({"steps": directory.cfg.steps if change == "seed=1" else 70})
-    before = snapshot(begun)
+    before = snapshot(begun_run)
     with pytest.raises(ConfigError, match=r"is already at step \d+; these settings"):
         directory.check()
-    assert snapshot(begun) == before
+    assert snapshot(begun_run) == before
 
 
 def test_new_unnamed_run_in_existing_sweep_raises_config_error(workplace):
-    cfg = tiny("run.name=null", "run.sweep=first")
+    cfg = named_config("run.name=null", "run.sweep=first")
     assert choose_path(cfg).parent == Path("outputs/first")
     Path("outputs/first").mkdir(parents=True)
     Path("outputs/first/sweep.json").write_text("{}", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"run\.sweep=first already exists; to resume .* add -m"):
         choose_path(cfg)
-    assert choose_path(tiny("run.sweep=first")) == Path("outputs/first/a-run")
+    assert choose_path(named_config("run.sweep=first")) == Path("outputs/first/a-run")
 
 
 @pytest.mark.parametrize(
@@ -275,14 +279,14 @@ def test_new_unnamed_run_in_existing_sweep_raises_config_error(workplace):
     ],
 )
 def test_new_run_refuses_name_that_older_version_read_as_number(workplace, word, former, corrected):
-    assert choose_path(tiny(word))
+    assert choose_path(named_config(word))
     Path(former).mkdir(parents=True)
     write_json(Path(former) / "run.json", {"command": f"train.py {word} seed=0"})
     with pytest.raises(ConfigError, match=f"to resume, set {re.escape(corrected)};"):
-        choose_path(tiny(word))
-    assert choose_path(tiny(corrected))
+        choose_path(named_config(word))
+    assert choose_path(named_config(corrected))
     write_json(Path(former) / "run.json", {"command": f"train.py {corrected}"})
-    assert choose_path(tiny(word))
+    assert choose_path(named_config(word))
 
 
 def test_run_directory_without_write_access_is_refused(tmp_path):
@@ -290,7 +294,7 @@ def test_run_directory_without_write_access_is_refused(tmp_path):
     (tmp_path / "run" / ".lock").mkdir(parents=True)
     for path in (tmp_path / "file" / "run", tmp_path / "run", Path("/proc/sys/run")):
         with pytest.raises(ConfigError, match="cannot be written"):
-            RunDirectory(path, tiny())
+            RunDirectory(path, named_config())
 
 
 # config.yaml
@@ -300,7 +304,7 @@ def test_run_directory_without_write_access_is_refused(tmp_path):
 def test_config_loaded_from_run_directory_equals_original_config(
     tmp_path, source_tokenizer, variant
 ):
-    cfg = tiny(
+    cfg = named_config(
         f"attention={variant}",
         "seed=3",
         "seq_len=64",
@@ -328,36 +332,38 @@ def test_config_loaded_from_run_directory_equals_original_config(
 def test_resume_setting_determines_starting_checkpoint(tmp_path):
     own = [write_checkpoint(tmp_path / "own" / "checkpoints", step) for step in (100, 20)][::-1]
     other = [write_checkpoint(tmp_path / "other" / "checkpoints", step) for step in (5, 9)]
-    assert resume_checkpoint(tiny("resume=auto"), []) is None
-    assert resume_checkpoint(tiny("resume=auto"), own) == own[-1]
-    assert resume_checkpoint(tiny("resume=never"), []) is None
+    assert resume_checkpoint(named_config("resume=auto"), []) is None
+    assert resume_checkpoint(named_config("resume=auto"), own) == own[-1]
+    assert resume_checkpoint(named_config("resume=never"), []) is None
     for path in (tmp_path / "other", tmp_path / "other" / "checkpoints", other[-1]):
-        assert resume_checkpoint(tiny(f"resume={path}"), []) == other[-1]
-    assert resume_checkpoint(tiny(f"resume={other[0]}"), []) == other[0]
+        assert resume_checkpoint(named_config(f"resume={path}"), []) == other[-1]
+    assert resume_checkpoint(named_config(f"resume={other[0]}"), []) == other[0]
     # A requeued job with `resume=PATH` must resume from its latest checkpoint, not from PATH again.
-    assert resume_checkpoint(tiny(f"resume={other[0]}"), own) == own[-1]
-    assert resume_checkpoint(tiny(f"resume={tmp_path / 'other'}@5"), own) == own[-1]
+    assert resume_checkpoint(named_config(f"resume={other[0]}"), own) == own[-1]
+    assert resume_checkpoint(named_config(f"resume={tmp_path / 'other'}@5"), own) == own[-1]
     run = tmp_path / "own"
     inside = run / "checkpoints"
     (inside / "step-00000010.bak").mkdir()
     (tmp_path / "disk").symlink_to(inside)
     for path in (run, f"{run}@100", own[-1], inside, f"{inside}@100", tmp_path / "disk"):
-        assert resume_checkpoint(tiny(f"resume={path}"), own) == own[-1]
+        assert resume_checkpoint(named_config(f"resume={path}"), own) == own[-1]
     for path in (f"{run}@20", f"{run}@30", own[0], f"{inside}@20", tmp_path / "disk" / own[0].name):
         with pytest.raises(
             ConfigError, match=r"is not the newest checkpoint .*\(step 100\); delete"
         ):
-            resume_checkpoint(tiny(f"resume={path}"), own)
+            resume_checkpoint(named_config(f"resume={path}"), own)
         # A requeued job repeats a command that was valid at its first start.
-        assert resume_checkpoint(tiny(f"resume={path}"), own, str(path)) == own[-1]
+        assert resume_checkpoint(named_config(f"resume={path}"), own, str(path)) == own[-1]
     for path in (inside / "best", inside / "step-00000010.bak", f"{own[-1]}@20", own[0] / "x"):
         with pytest.raises(ConfigError, match=r"is not a checkpoint of this run; resume=auto"):
-            resume_checkpoint(tiny(f"resume={path}"), own, "auto")
-    checkpoint = resume_checkpoint(tiny(f"resume={tmp_path / 'other' / 'checkpoints'}@5"), [])
+            resume_checkpoint(named_config(f"resume={path}"), own, "auto")
+    checkpoint = resume_checkpoint(
+        named_config(f"resume={tmp_path / 'other' / 'checkpoints'}@5"), []
+    )
     assert checkpoint == other[0]
     for path, why in ((tmp_path, "is not a checkpoint"), (tmp_path / "nowhere", "does not exist")):
         with pytest.raises(CheckpointError, match=why):
-            resume_checkpoint(tiny(f"resume={path}"), [])
+            resume_checkpoint(named_config(f"resume={path}"), [])
 
 
 def test_requeued_command_with_own_checkpoint_resumes_from_newest_checkpoint(
@@ -365,31 +371,31 @@ def test_requeued_command_with_own_checkpoint_resumes_from_newest_checkpoint(
 ):
     run = tmp_path / "run"
     first = write_checkpoint(run / "checkpoints", 20)
-    cfg = tiny(f"resume={run}@20")
+    cfg = named_config(f"resume={run}@20")
     directory = RunDirectory(run, cfg)
     assert continuation(cfg, directory)[0] == first
     directory.begin(source_tokenizer, 20)
     newest = write_checkpoint(run / "checkpoints", 30)
     assert continuation(cfg, directory)[0] == newest
     with pytest.raises(ConfigError, match="is not the newest checkpoint"):
-        continuation(tiny(f"resume={first}"), directory)
+        continuation(named_config(f"resume={first}"), directory)
 
 
 # Locks
 
 
-def test_start_waits_for_readers_but_not_for_another_run(begun, capsys):
+def test_start_waits_for_readers_but_not_for_another_run(begun_run, capsys):
     output = []
     with ThreadPoolExecutor(1) as pool:
-        with shared_lock(begun) as ended:
+        with shared_lock(begun_run) as ended:
             assert ended
-            start = pool.submit(RunDirectory, begun, tiny())
+            start = pool.submit(RunDirectory, begun_run, named_config())
             wait_until(lambda: output.append(capsys.readouterr().err) or any(output), "message")
             assert not start.done()
         directory = start.result(PATIENCE_S)
-    assert "".join(output) == f"waiting until diffllm wandb has written {begun} to wandb\n"
-    with shared_lock(begun) as ended:
+    assert "".join(output) == f"waiting until diffllm wandb has written {begun_run} to wandb\n"
+    with shared_lock(begun_run) as ended:
         assert not ended
     with pytest.raises(InUseError, match="is in use by process"):
-        RunDirectory(begun, tiny())
+        RunDirectory(begun_run, named_config())
     directory.lock.release()

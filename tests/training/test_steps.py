@@ -10,7 +10,7 @@ from diffllm.data.sequences import sequences_in
 
 
 @pytest.fixture
-def corpus(tmp_path):
+def lines_corpus(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(
         "\n".join(f"line {n} of a text, {n * n} words long" for n in range(3000)), encoding="utf-8"
@@ -119,13 +119,13 @@ def test_override_of_length_replaces_budget_of_yaml_file(tmp_path):
     assert load_config([*words, "train={budget: {flops: 5e11}}"], tmp_path).steps == 108
 
 
-def test_epochs_setting_determines_number_of_steps(corpus):
-    cfg = load_config([*corpus, "epochs=2.5"])
+def test_epochs_setting_determines_number_of_steps(lines_corpus):
+    cfg = load_config([*lines_corpus, "epochs=2.5"])
     sequences = sequences_in(prepare(cfg.data).split("train"), 32)
     assert 2.5 * sequences - 4 < 4 * cfg.steps <= 2.5 * sequences
     assert cfg.optim.warmup_steps == -(-cfg.steps // 10)
     with pytest.raises(ConfigError, match=r"epochs=1e-06 is less than one step"):
-        load_config([*corpus, "epochs=1e-6"])
+        load_config([*lines_corpus, "epochs=1e-6"])
 
 
 @pytest.mark.parametrize(

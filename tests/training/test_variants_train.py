@@ -42,7 +42,7 @@ BASE = [
 ]
 
 
-def batch(step):
+def text_batch(step):
     """Return a batch of bytes from source files of the standard library, drawn by `step`."""
     generator = torch.Generator().manual_seed(step)
     starts = torch.randint(0, len(TEXT) - SEQ_LEN - 1, (BATCH,), generator=generator)
@@ -51,12 +51,12 @@ def batch(step):
 
 
 @cache
-def composed(variant):
+def variant_config(variant):
     return load_config([*BASE, f"attention={variant}"])
 
 
-def training(variant, precision, **shape):
-    cfg = composed(variant)
+def variant_training(variant, precision, **shape):
+    cfg = variant_config(variant)
     cfg = replace(cfg, precision=precision, model=replace(cfg.model, **shape))
     return build(cfg, torch.device("cpu"))
 
@@ -67,7 +67,7 @@ def copies(params):
 
 def loss_and_gradients(t, step):
     """Return the loss in nats per token, and the gradient of every parameter or None."""
-    out = t.model(*batch(step))
+    out = t.model(*text_batch(step))
     (out.objective / (BATCH * SEQ_LEN)).backward()
     grads = {n: None if p.grad is None else local(p.grad).clone() for n, p in t.params.items()}
     t.optimizer.zero_grad(set_to_none=True)
@@ -81,8 +81,8 @@ def unigram_entropy():
     return -(shares * shares.log()).sum().item()
 
 
-class Run(NamedTuple):
-    training: Training
+class TrainedVariant(NamedTuple):
+    variant_training: Training
     initial_loss: float
     """Mean over four draws of initial values, because a single loss varies by 3%."""
     losses: list[float]
@@ -91,25 +91,28 @@ class Run(NamedTuple):
 
 
 @pytest.fixture(scope="module", params=slow_but(["diff_v1", "diff_v2"], VARIANTS))
-def run(request):
+def trained_variant(request):
     shape = {"head_dim": 16, "init_std": 0.05}
-    drawn = [training(request.param, Precision.fp32, **shape, init_seed=seed) for seed in range(4)]
+    drawn = [
+        variant_training(request.param, Precision.fp32, **shape, init_seed=seed)
+        for seed in range(4)
+    ]
     initial_loss = sum(loss_and_gradients(t, 0)[0] for t in drawn) / len(drawn)
-    t = training(request.param, Precision.fp32, **shape)
+    t = variant_training(request.param, Precision.fp32, **shape)
     initial, (_, gradients) = copies(t.params), loss_and_gradients(t, 0)
-    losses = [train_step(t, iter([batch(step)]), step).nll.item() for step in range(STEPS)]
-    return Run(t, initial_loss, losses, gradients, initial)
+    losses = [train_step(t, iter([text_batch(step)]), step).nll.item() for step in range(STEPS)]
+    return TrainedVariant(t, initial_loss, losses, gradients, initial)
 
 
-def test_training_reduces_loss_below_unigram_entropy(run):
-    first, last = sum(run.losses[:5]) / 5, sum(run.losses[-5:]) / 5
-    assert run.initial_loss == pytest.approx(math.log(256), rel=0.05)
+def test_training_reduces_loss_below_unigram_entropy(trained_variant):
+    first, last = sum(trained_variant.losses[:5]) / 5, sum(trained_variant.losses[-5:]) / 5
+    assert trained_variant.initial_loss == pytest.approx(math.log(256), rel=0.05)
     assert first - last > 1.5  # measured: 2.07 to 2.69
     assert last < unigram_entropy() - 0.2  # measured: 2.12 to 2.57 of 3.00
 
 
-def test_every_parameter_gets_finite_nonzero_gradient(run):
-    for name, grad in run.first_gradients.items():
+def test_every_parameter_gets_finite_nonzero_gradient(trained_variant):
+    for name, grad in trained_variant.first_gradients.items():
         assert grad is not None, name
         assert torch.isfinite(grad).all(), name
         assert grad.norm() > 0, name
@@ -118,10 +121,10 @@ def test_every_parameter_gets_finite_nonzero_gradient(run):
             assert all((rows.norm(dim=1) > 0).all() for rows in rows_and_columns), name
 
 
-def test_every_parameter_is_finite_and_changed_after_training(run):
-    for name, value in copies(run.training.params).items():
+def test_every_parameter_is_finite_and_changed_after_training(trained_variant):
+    for name, value in copies(trained_variant.training.params).items():
         assert torch.isfinite(value).all(), name
-        assert not torch.equal(value, run.initial[name]), name
+        assert not torch.equal(value, trained_variant.initial[name]), name
 
 
 # The CPU kernel computes heads wider than ops.NARROW in bf16. With this init_std attention maps are
@@ -158,7 +161,7 @@ def limits(variant, name):
 def test_bf16_loss_and_gradients_are_close_to_float32_values(variant):
     losses, gradients = {}, {}
     for precision in (Precision.fp32, Precision.bf16):
-        t = training(variant, precision, **SHARP)
+        t = variant_training(variant, precision, **SHARP)
         results = [loss_and_gradients(t, step) for step in range(BF16_BATCHES)]
         losses[precision] = sum(loss for loss, _ in results) / BF16_BATCHES
         gradients[precision] = {
@@ -198,9 +201,9 @@ def expected_lambda(variant, t, layer, logits):
 @pytest.mark.parametrize("variant", slow_but(families(VARIANTS), VARIANTS))
 def test_bf16_model_computes_attention_lambda_in_float32(variant):
     """All variants on one rank; tests/distributed covers diff_v1 on two ranks."""
-    t = training(variant, Precision.bf16, **SHARP)
+    t = variant_training(variant, Precision.bf16, **SHARP)
     for step in range(2):
-        train_step(t, iter([batch(step)]), step)
+        train_step(t, iter([text_batch(step)]), step)
     seen, logits = {}, {}
     for i, layer in enumerate(t.model.layers):
 
@@ -213,7 +216,7 @@ def test_bf16_model_computes_attention_lambda_in_float32(variant):
             layer.attention.w_lambda.register_forward_hook(
                 lambda _, args, out, i=i: logits.update({i: out.detach()})
             )
-    t.model(*batch(2), diagnose=True)
+    t.model(*text_batch(2), diagnose=True)
     assert len(seen) == len(t.model.layers)
     for i, (dtypes, lam, kept) in seen.items():
         assert kept <= set(dtypes)

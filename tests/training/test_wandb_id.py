@@ -28,7 +28,9 @@ def directory_of(path: Path, *overrides: str) -> RunDirectory:
     return directory
 
 
-def begun(path: Path, tmp_path: Path, mode: tuple[str, ...], logged: int, saved: int) -> None:
+def write_begun_run(
+    path: Path, tmp_path: Path, mode: tuple[str, ...], logged: int, saved: int
+) -> None:
     """Write the files of a run: `logged` lines of metrics, and a checkpoint unless `saved` is 0."""
     tokenizer = tmp_path / "source.model"
     tokenizer.write_bytes(b"pieces")
@@ -67,7 +69,7 @@ def test_restart_changes_wandb_id_only_if_steps_differ_or_last_step_is_unknown(
     tmp_path: Path, overrides: tuple[str, ...], logged: int, saved: int, reason: str | None
 ) -> None:
     run = tmp_path / "run"
-    begun(run, tmp_path, ONLINE, logged, saved)
+    write_begun_run(run, tmp_path, ONLINE, logged, saved)
     directory = directory_of(run, *overrides)
     wandb_id, stated = choose_wandb_id(directory, "of-checkpoint", saved, {})
     assert (wandb_id == "former") == (reason is None)
@@ -85,7 +87,7 @@ def test_offline_start_of_online_run_has_new_id_also_with_another_wandb_dir(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, evidence: str
 ) -> None:
     run = tmp_path / "run"
-    begun(run, tmp_path, OFFLINE, 3, 3)
+    write_begun_run(run, tmp_path, OFFLINE, 3, 3)
     monkeypatch.setenv("WANDB_DIR", str(tmp_path / "scratch"))
     directory = directory_of(run, *OFFLINE)
     assert choose_wandb_id(directory, None, 3, {}) == ("former", None)
@@ -104,7 +106,7 @@ def test_offline_start_of_online_run_has_new_id_also_with_another_wandb_dir(
 
 def test_resume_continues_newest_upload_to_same_project(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    begun(run, tmp_path, ONLINE, 3, 3)
+    write_begun_run(run, tmp_path, ONLINE, 3, 3)
     store_uploaded_id(run, "former", replace(PROJECT, project="moved"), "elsewhere")
     directory = directory_of(run, *ONLINE)
     assert choose_wandb_id(directory, None, 3, {}) == ("former", None)

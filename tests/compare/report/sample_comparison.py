@@ -29,11 +29,11 @@ TOKENS_A_STEP = 8 * 2048
 
 
 @cache
-def config(variant: str) -> TrainConfig:
+def config_of_sample(variant: str) -> TrainConfig:
     return diffllm.load_config(["model=tiny", "seq_len=2048", f"attention={variant}"])
 
 
-def run(
+def run_of(
     variant: str,
     seed: int = 0,
     n: int = 200,
@@ -43,7 +43,7 @@ def run(
     finished: bool = True,
 ) -> Run:
     """Return a run with n metrics lines, one every `every` steps."""
-    cfg = copy.deepcopy(config(variant))
+    cfg = copy.deepcopy(config_of_sample(variant))
     cfg.seed, cfg.steps = seed, n * every
     lines = [dict(line) for line in made_lines(variant, seed, n, every, probes)]
     parameters = 1_100_000 + 60_000 * NINE.index(variant) if variant in NINE else 1_000_000
@@ -147,9 +147,9 @@ def in_block(variant: str, t: float, rng: np.random.Generator, probes: bool) -> 
     }
 
 
-def compared(variants: tuple[str, ...], seeds: int, n: int = 200, probes: bool = False):
+def comparison_of(variants: tuple[str, ...], seeds: int, n: int = 200, probes: bool = False):
     """Return a comparison with a row per variant, and gaps to the first row."""
-    runs = [run(v, seed, n, probes=probes) for v in variants for seed in range(seeds)]
+    runs = [run_of(v, seed, n, probes=probes) for v in variants for seed in range(seeds)]
     title = (
         " against ".join((", ".join(variants[1:]), variants[0])) if variants[1:] else variants[0]
     )
@@ -158,7 +158,10 @@ def compared(variants: tuple[str, ...], seeds: int, n: int = 200, probes: bool =
 
 def incomparable() -> Comparison:
     """Return rows of different numbers of steps, one row with an unfinished run."""
-    long, short = [run("standard", s, 80) for s in (0, 1)], run("diff_v2", 0, 40, finished=False)
+    long, short = (
+        [run_of("standard", s, 80) for s in (0, 1)],
+        run_of("diff_v2", 0, 40, finished=False),
+    )
     return compare([*long, short], title="diff_v2 against standard")
 
 
@@ -174,14 +177,14 @@ def lines_of(run: Run) -> list[dict[str, Any]]:
 
 def barely_started() -> Comparison:
     """Return a run with a single metrics line, and a run without lines."""
-    one, none = run("diff_v2", n=1, finished=False), run("standard", n=1, finished=False)
+    one, none = run_of("diff_v2", n=1, finished=False), run_of("standard", n=1, finished=False)
     one.metrics, none.metrics = Metrics(lines_of(one)[:1]), Metrics([])
     return compare([one, none], title="Two young runs")
 
 
 def not_finite() -> Comparison:
     """Return a diverged run with null for NaN in its metrics, and a row of only such numbers."""
-    runs = [run("standard", s, 60) for s in (0, 1)]
+    runs = [run_of("standard", s, 60) for s in (0, 1)]
     lines = lines_of(runs[1])
     for line in lines[31:]:
         for name in line:
@@ -199,7 +202,9 @@ HOSTILE = '<script>alert("x")</script>&\'"{{ 7 * 7 }}#fe0000'
 
 def hostile() -> Comparison:
     """Return a comparison whose names contain HTML markup."""
-    made = compare([run(v, 0, 30, label=HOSTILE + v) for v in ("standard", "gated")], title=HOSTILE)
+    made = compare(
+        [run_of(v, 0, 30, label=HOSTILE + v) for v in ("standard", "gated")], title=HOSTILE
+    )
     for row in made.rows:
         row.runs[0].facts |= {"command": HOSTILE, "variant_line": HOSTILE}
         row.runs[0].summary = {**(row.runs[0].summary or {}), "sample": f"\x07{HOSTILE}"}
@@ -216,7 +221,7 @@ def sweep_of_rates() -> Comparison:
     for rate in (3e-4, 1e-3, 3e-3):
         for variant in ("standard", "diff_v2"):
             for seed in (0, 1):
-                made = run(variant, seed, 60, label=f"{variant}-lr{rate:g}")
+                made = run_of(variant, seed, 60, label=f"{variant}-lr{rate:g}")
                 made.cfg.optim.lr = rate
                 runs.append(made)
     return compare(runs, title="diff_v2 against standard at three learning rates")

@@ -33,7 +33,7 @@ LOSSES = {"standard": [4.0, 4.2, 4.1], "diff_v2": [3.8, 4.0, 3.7]}
 def comparison(monkeypatch: pytest.MonkeyPatch) -> Comparison:
     """Return two variants with three seeds, logged to wandb as the sweep "first"."""
     monkeypatch.setenv("WANDB_MODE", "offline")
-    compared = sample.compared(("standard", "diff_v2"), 3, 40, probes=True)
+    compared = sample.comparison_of(("standard", "diff_v2"), 3, 40, probes=True)
     for row in compared.rows:
         for run in row.runs:
             run.facts["wandb_id"] = run.path.name
@@ -42,7 +42,7 @@ def comparison(monkeypatch: pytest.MonkeyPatch) -> Comparison:
 
 
 @pytest.fixture
-def swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def logged_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Write a sweep of two variants and three seeds."""
     for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_PROJECT", "WANDB_ENTITY"):
         monkeypatch.delenv(name, raising=False)
@@ -53,8 +53,8 @@ def swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def server(
-    swept: Path, wandb_server: WandbServer, monkeypatch: pytest.MonkeyPatch
+def dashboard_server(
+    logged_sweep: Path, wandb_server: WandbServer, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[WandbServer]:
     monkeypatch.setenv("WANDB_BASE_URL", wandb_server.address)
     monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
@@ -195,7 +195,7 @@ def test_wandb_groups_have_colours_of_their_rows(comparison, tmp_path):
 
 
 def test_dashboard_shows_all_runs_of_large_sweep(comparison, tmp_path):
-    many = sample.compared(("standard", "diff_v2"), 8, 20)
+    many = sample.comparison_of(("standard", "diff_v2"), 8, 20)
     for run in [run for row in many.rows for run in row.runs]:
         run.facts["wandb_id"] = run.path.name
     requests = requests_of(many, tmp_path)
@@ -204,17 +204,17 @@ def test_dashboard_shows_all_runs_of_large_sweep(comparison, tmp_path):
     assert len(shown_ids(requests)) == 17
 
 
-def test_offline_command_writes_file_and_prints_panels_and_command(swept, output_of):
-    lines = output_of("dashboard", swept).splitlines()
+def test_offline_command_writes_file_and_prints_panels_and_command(logged_sweep, output_of):
+    lines = output_of("dashboard", logged_sweep).splitlines()
     titles = [line.partition(":")[0] for line in lines if line][:-1]
     assert titles == ["Loss", "Stability", "Outliers", "Attention", "Gaps", "Speed"]
-    file = swept / "dashboard.json"
-    assert lines[-1] == f"{file}; send it with: diffllm dashboard {swept} mode=online"
-    written = dashboard_of(swept)
+    file = logged_sweep / "dashboard.json"
+    assert lines[-1] == f"{file}; send it with: diffllm dashboard {logged_sweep} mode=online"
+    written = dashboard_of(logged_sweep)
     assert written["report"]["type"] == "runs"
     (table,) = sections_of(written["workspace"]["spec"])["Gaps"]
     assert "| diff_v2 |" in table["config"]["value"]
-    content = json.loads(output_of("dashboard", swept, "--json"))
+    content = json.loads(output_of("dashboard", logged_sweep, "--json"))
     assert (content["workspace"], content["file"]) == (None, str(file))
     assert [section["title"] for section in content["sections"]] == titles
 
@@ -235,32 +235,40 @@ def test_dashboard_of_study_shows_its_runs(tmp_path, monkeypatch):
     assert sorted(shown_ids(written)) == sorted(["newest", *(run.name[-20:] for run in runs[1:])])
 
 
-def test_real_client_saves_file_and_repeated_command_replaces_both_views(server, swept, output_of):
+def test_real_client_saves_file_and_repeated_command_replaces_both_views(
+    dashboard_server, logged_sweep, output_of
+):
     addresses = []
     for _ in range(2):
-        addresses.append(output_of("dashboard", f"sweep={swept}", "mode=online").splitlines()[-2:])
-        written = dashboard_of(swept)
-        assert len(server.views) == 2
+        addresses.append(
+            output_of("dashboard", f"sweep={logged_sweep}", "mode=online").splitlines()[-2:]
+        )
+        written = dashboard_of(logged_sweep)
+        assert len(dashboard_server.views) == 2
         for content in written.values():
-            sent = server.views[content["id"]]
+            sent = dashboard_server.views[content["id"]]
             assert json.loads(sent["spec"]) == content["spec"]
             for name in ("entityName", "projectName", "displayName", "type"):
                 assert sent[name] == content[name]
             assert sent["entityName"] == "team", "the default entity of the API key"
     assert addresses[0] == addresses[1]
     workspace, report = addresses[0]
-    assert workspace.startswith(f"workspace: {server.address}/team/diffllm?nw=")
-    assert report.startswith(f"report: {server.address}/team/diffllm/reports/diffllm-swept--")
+    assert workspace.startswith(f"workspace: {dashboard_server.address}/team/diffllm?nw=")
+    assert report.startswith(
+        f"report: {dashboard_server.address}/team/diffllm/reports/diffllm-swept--"
+    )
 
 
 @pytest.mark.slow
-def test_unavailable_server_causes_one_line_and_keeps_file(server, swept, monkeypatch, error_of):
+def test_unavailable_server_causes_one_line_and_keeps_file(
+    dashboard_server, logged_sweep, monkeypatch, error_of
+):
     monkeypatch.setattr(wandb_views, "RETRIES", 1)
-    server.close()
-    line = error_of("dashboard", f"sweep={swept}", "mode=online")
+    dashboard_server.close()
+    line = error_of("dashboard", f"sweep={logged_sweep}", "mode=online")
     assert line.startswith("error: wandb did not save the dashboard: ")
-    assert f"{swept / 'dashboard.json'} contains it. Repeat the command" in line
-    assert (swept / "dashboard.json").is_file()
+    assert f"{logged_sweep / 'dashboard.json'} contains it. Repeat the command" in line
+    assert (logged_sweep / "dashboard.json").is_file()
 
 
 @pytest.mark.parametrize(
@@ -277,37 +285,39 @@ def test_unavailable_server_causes_one_line_and_keeps_file(server, swept, monkey
         (["{0}", "out={0}/standard-seed0/run.json"], "{0}/standard-seed0/run.json/dashboard.json "),
     ],
 )
-def test_wrong_argument_causes_one_line_with_fix(swept, words, message, error_of):
-    (swept / "empty").mkdir()
-    line = error_of("dashboard", *(word.format(swept) for word in words))
-    assert line.startswith(f"error: {message.format(swept)}")
+def test_wrong_argument_causes_one_line_with_fix(logged_sweep, words, message, error_of):
+    (logged_sweep / "empty").mkdir()
+    line = error_of("dashboard", *(word.format(logged_sweep) for word in words))
+    assert line.startswith(f"error: {message.format(logged_sweep)}")
 
 
-def test_runs_without_wandb_or_in_several_projects_are_refused(swept, monkeypatch, error_of):
-    facts = swept / "standard-seed0" / "run.json"
+def test_runs_without_wandb_or_in_several_projects_are_refused(logged_sweep, monkeypatch, error_of):
+    facts = logged_sweep / "standard-seed0" / "run.json"
     for name, value, projects in (
         ("WANDB_PROJECT", "other", "diffllm, other"),
         ("WANDB_ENTITY", "team", "diffllm, team/diffllm"),
     ):
         edit_json(facts, environment={"variables": {name: value}})
-        assert f"in several wandb projects ({projects}); name runs" in error_of("dashboard", swept)
-    assert main(["dashboard", str(swept), "entity=team"]) == 0
+        assert f"in several wandb projects ({projects}); name runs" in error_of(
+            "dashboard", logged_sweep
+        )
+    assert main(["dashboard", str(logged_sweep), "entity=team"]) == 0
     edit_json(facts, environment={})
     monkeypatch.setenv("WANDB_MODE", "disabled")
     message = "no run of swept was logged to wandb (wandb.mode=disabled)"
-    assert message in error_of("dashboard", swept)
-    assert main(["dashboard", str(swept), "mode=offline"]) == 0
+    assert message in error_of("dashboard", logged_sweep)
+    assert main(["dashboard", str(logged_sweep), "mode=offline"]) == 0
 
 
-def test_dashboard_and_wandb_command_use_same_ids_of_runs_without_run_json(swept, output_of):
-    run = swept / "standard-seed0"
+def test_dashboard_and_wandb_command_use_same_ids_of_runs_without_run_json(logged_sweep, output_of):
+    run = logged_sweep / "standard-seed0"
     (run / "run.json").unlink()
     (written,) = json.loads(output_of("wandb", f"run={run}", "mode=offline", "--json"))["runs"]
-    assert main(["dashboard", str(swept), "mode=offline"]) == 0
-    assert written["id"] in shown_ids(dashboard_of(swept))
+    assert main(["dashboard", str(logged_sweep), "mode=offline"]) == 0
+    assert written["id"] in shown_ids(dashboard_of(logged_sweep))
 
 
-def test_missing_package_causes_one_line_with_command(swept, monkeypatch, error_of):
+def test_missing_package_causes_one_line_with_command(logged_sweep, monkeypatch, error_of):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     command = "pip install -c constraints.txt -e '.[dashboard]'"
-    assert command in error_of("dashboard", swept)
+    assert command in error_of("dashboard", logged_sweep)

@@ -80,7 +80,7 @@ def published_verdict() -> str:
 def views(tmp_path_factory):
     """Return the measurements of every view; a view is (page, width, dark)."""
     folder = tmp_path_factory.mktemp("pages")
-    comparisons = {FOUR: lambda: sample.compared(sample.FOUR, 2, 40, probes=True), **ODD}
+    comparisons = {FOUR: lambda: sample.comparison_of(sample.FOUR, 2, 40, probes=True), **ODD}
     pages = {name: page(make()) for name, make in comparisons.items()}
     pages["verdict"] = published_verdict()
     files = {name: f"{i}.html" for i, name in enumerate(pages)}

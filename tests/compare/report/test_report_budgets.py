@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from report_pages import undrawn_page
 from runs.json_files import read_jsonl
-from runs.written import config, loaded, runs_in, write_lines, write_run, write_train_seconds
+from runs.written import loaded, run_config, runs_in, write_lines, write_run, write_train_seconds
 from scipy.special import stdtrit
 
 from diffllm.compare.arms.budget import BUDGETS, flops_spent
@@ -28,7 +28,7 @@ def loss(variant, tokens, seed=0):
     return 6 - SLOPE * math.log(tokens) - 0.1 * (variant == "gated") + 0.01 * seed
 
 
-def written(path, variant, seed=0, curve=loss, steps=(5, 10, 15, 20), **facts):
+def write_budget_run(path, variant, seed=0, curve=loss, steps=(5, 10, 15, 20), **facts):
     lines = [
         {
             "step": step,
@@ -45,10 +45,10 @@ def written(path, variant, seed=0, curve=loss, steps=(5, 10, 15, 20), **facts):
     return write_run(path, *overrides, lines=lines, facts=known, loss=last)
 
 
-def compared(tmp_path, **how):
+def budget_comparison(tmp_path, **how):
     for variant in ("standard", "gated"):
         for seed in (0, 1):
-            written(tmp_path / f"{variant}{seed}", variant, seed, **how)
+            write_budget_run(tmp_path / f"{variant}{seed}", variant, seed, **how)
     return compare(runs_in(tmp_path))
 
 
@@ -58,7 +58,7 @@ def test_arms_with_one_loss_curve_have_no_gap_at_equal_flops_if_costs_differ(tmp
     def one_curve(variant, tokens, seed):
         return 6 - SLOPE * math.log(tokens * FLOPS[variant]) + 0.01 * seed
 
-    comparison = compared(tmp_path, curve=one_curve)
+    comparison = budget_comparison(tmp_path, curve=one_curve)
     (_, gated) = comparison.rows
     end = 20 * TOKENS
     assert list(gated.equal) == ["tokens"]
@@ -73,7 +73,7 @@ def test_arms_with_one_loss_curve_have_no_gap_at_equal_flops_if_costs_differ(tmp
 def write_budgeted(path, variant, seed, final_loss, **facts):
     """Write a finished run with train.budget.flops=1e11 and evaluations at half and at the end."""
     words = ("train.budget.flops=1e11", f"attention={variant}", f"seed={seed}")
-    cfg = config(words)
+    cfg = run_config(words)
     lines = [
         {"step": step, "tokens": step * TOKENS, "train/loss": 5.0, "eval/loss": loss}
         for step, loss in ((cfg.steps // 2, 5.5), (cfg.steps, final_loss))
@@ -121,7 +121,7 @@ def test_runs_of_one_budget_with_unequal_flops_are_not_compared_if_flops_are_kno
     """A budget of few steps is rounded to 7 and 6 steps."""
     for variant in ("standard", "diff_v2"):
         words = ("train.budget.flops=7e9", f"attention={variant}")
-        facts = {"flops_per_token": totals(config(words).model)["flops"] if known else None}
+        facts = {"flops_per_token": totals(run_config(words).model)["flops"] if known else None}
         write_run(tmp_path / variant, *words, facts=facts)
     comparison = compare(runs_in(tmp_path))
     assert {row.runs[0].cfg.steps for row in comparison.rows} == {6, 7}
@@ -215,7 +215,7 @@ PER_KEY = {"standard": 1e4, "gated": 3e4}
 
 def test_training_flops_are_computed_from_logged_visible_keys(tmp_path):
     for variant, per_key in PER_KEY.items():
-        path = written(tmp_path / variant, variant, flops_per_visible_key=per_key)
+        path = write_budget_run(tmp_path / variant, variant, flops_per_visible_key=per_key)
         file = path / "metrics.jsonl"
         lines = read_jsonl(file)
         write_lines(path, [{**line, "data/visible_keys": KEYS[line["step"]]} for line in lines])
@@ -235,9 +235,9 @@ def test_training_flops_are_computed_from_logged_visible_keys(tmp_path):
 
 def test_equal_costs_need_recorded_flops_and_one_machine(tmp_path):
     paths = [
-        written(tmp_path / "a", "standard", flops_per_token=3e6, device="H100"),
-        written(tmp_path / "b", "gated", device="CPU"),
-        written(tmp_path / "c", "gated", 1, flops_per_token=None),
+        write_budget_run(tmp_path / "a", "standard", flops_per_token=3e6, device="H100"),
+        write_budget_run(tmp_path / "b", "gated", device="CPU"),
+        write_budget_run(tmp_path / "c", "gated", 1, flops_per_token=None),
     ]
     standard, gated, unknown = loaded(paths)
     assert BUDGETS["flops"].equal_cost([[standard], [gated]]) == 20 * TOKENS * 3e6
@@ -262,9 +262,9 @@ def test_equal_costs_compare_means_of_arms(tmp_path):
 
 def test_loss_gap_at_equal_cost_excludes_diverged_seeds(tmp_path):
     for seed in (0, 1):
-        written(tmp_path / f"a{seed}", "standard", seed)
-    written(tmp_path / "b0", "gated", 0)
-    path = written(tmp_path / "b1", "gated", 1, curve=lambda *_: math.nan)
+        write_budget_run(tmp_path / f"a{seed}", "standard", seed)
+    write_budget_run(tmp_path / "b0", "gated", 0)
+    path = write_budget_run(tmp_path / "b1", "gated", 1, curve=lambda *_: math.nan)
     (path / "summary.json").write_text('{"heldout_loss": NaN, "steps": 20}', encoding="utf-8")
     (_, gated) = compare(runs_in(tmp_path)).rows
     assert gated.diverged == 1
@@ -277,7 +277,7 @@ def test_seed_noise_floor_is_computed_from_pooled_variance(tmp_path):
     def noisy(variant, tokens, seed):
         return loss(variant, tokens) + deviation[variant] * (2 * seed - 1) / math.sqrt(2)
 
-    rows = compared(tmp_path, curve=noisy).rows
+    rows = budget_comparison(tmp_path, curve=noisy).rows
     floor = seed_noise(rows)
     pooled = math.sqrt((0.02**2 + 0.04**2) / 2)
     assert np.allclose(floor.values, stdtrit(2, 0.975) * pooled * math.sqrt(2 / 2))

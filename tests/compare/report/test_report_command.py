@@ -17,7 +17,7 @@ LOSSES = {"standard": [4.0, 4.2], "diff_v2": [3.9, 4.0]}
 
 
 @pytest.fixture
-def swept(workplace):
+def two_sweeps(workplace):
     """Create cmp1/ and cmp2/ with runs in the current directory; reports draw no figures."""
     sweep(Path("cmp1"), LOSSES)
     sweep(Path("cmp2"), {"gated": [4.0]})
@@ -54,28 +54,28 @@ def files(root):
     ],
 )
 def test_report_directory_and_title_are_derived_from_run_paths(
-    swept, output_of, words, home, title, found
+    two_sweeps, output_of, words, home, title, found
 ):
-    before = files(swept)
+    before = files(two_sweeps)
     out = output_of("report", *words)
     html, table = (str(Path(home, name)) for name in ("report.html", "report.csv"))
-    assert files(swept) - before == {html, table}
+    assert files(two_sweeps) - before == {html, table}
     assert out.splitlines()[-2:] == [html, table]
     assert variants(table) == found
     assert read([Path(word) for word in words])[0].title == title
 
 
-def test_find_runs_returns_each_run_only_once(swept):
-    link = swept / "link"
-    link.symlink_to(swept / "cmp1")
-    paths = [Path("cmp1"), Path("cmp1/../cmp1"), swept / "cmp1", link, Path("cmp1/*")]
+def test_find_runs_returns_each_run_only_once(two_sweeps):
+    link = two_sweeps / "link"
+    link.symlink_to(two_sweeps / "cmp1")
+    paths = [Path("cmp1"), Path("cmp1/../cmp1"), two_sweeps / "cmp1", link, Path("cmp1/*")]
     assert len(find_runs(paths).runs) == 4
     assert read(paths)[0].notes == read([Path("cmp1")])[0].notes
     assert find_runs(paths).runs == find_runs(paths[::-1]).runs
 
 
 def test_report_command_requires_out_if_default_directory_is_undefined(
-    swept, tmp_path, monkeypatch, output_of, error_of
+    two_sweeps, tmp_path, monkeypatch, output_of, error_of
 ):
     for name in ("a/x", "b/y", "b/z"):
         sweep(tmp_path / name, {"standard": [4.0]})
@@ -91,16 +91,16 @@ def test_report_command_requires_out_if_default_directory_is_undefined(
     assert files(tmp_path) - before == {"elsewhere/report.html", "elsewhere/report.csv"}
 
 
-def test_report_lists_sweep_runs_that_have_not_started(swept):
+def test_report_lists_sweep_runs_that_have_not_started(two_sweeps):
     names = [path.name for path in sorted(Path("cmp1").iterdir())]
     planned = [*names, *(f"gated-seed{seed}" for seed in range(10))]
-    record = swept / "cmp1/sweep.json"
+    record = two_sweeps / "cmp1/sweep.json"
 
     def notes(*paths):
         return [n for n in read([Path(path) for path in paths])[0].notes if "not started" in n]
 
     write_json(record, {"runs": {key: [] for key in planned}})
-    (swept / "cmp1/gated-seed0.log").write_text("it failed", encoding="utf-8")
+    (two_sweeps / "cmp1/gated-seed0.log").write_text("it failed", encoding="utf-8")
     few = ", ".join(f"gated-seed{seed}" for seed in range(8))
     expected = [f"10 of 14 runs of cmp1 have not started: {few} and 2 more."]
     assert notes("cmp1") == notes(".", "cmp1") == expected
@@ -127,10 +127,10 @@ def test_find_runs_does_not_search_inside_runs_or_hidden_directories(tmp_path):
     assert find_runs([tmp_path]).runs == [run]
 
 
-def test_report_command_accepts_output_directory_and_baseline(swept, output_of):
+def test_report_command_accepts_output_directory_and_baseline(two_sweeps, output_of):
     out = output_of("report", "out=a/new/place", "cmp1", "baseline=diff_v2")
     assert "gap to diff_v2" in out
-    assert variants(swept / "a/new/place/report.csv") == ["standard", "diff_v2"]
+    assert variants(two_sweeps / "a/new/place/report.csv") == ["standard", "diff_v2"]
     assert write_report([Path("cmp1")], "diff_v2", Path("x")) == (
         *(Path("x/report.html"), Path("x/report.csv")),
     )
@@ -152,21 +152,21 @@ def test_report_command_accepts_output_directory_and_baseline(swept, output_of):
     ],
 )
 def test_report_command_prints_single_error_line_for_invalid_argument(
-    swept, error_of, words, parts
+    two_sweeps, error_of, words, parts
 ):
-    before = files(swept)
+    before = files(two_sweeps)
     error = error_of("report", *words)
     assert all(part in error for part in parts), error
-    assert files(swept) == before
+    assert files(two_sweeps) == before
 
 
-def test_failed_write_of_report_keeps_existing_report_files(swept, monkeypatch):
+def test_failed_write_of_report_keeps_existing_report_files(two_sweeps, monkeypatch):
     write_report([Path("cmp1")])
-    before = {name: (swept / name).read_bytes() for name in files(swept)}
+    before = {name: (two_sweeps / name).read_bytes() for name in files(two_sweeps)}
     monkeypatch.setattr(diffllm.compare.report.report_page, "csv_text", lambda rows: "\ud800")
     with pytest.raises(UnicodeEncodeError):
         write_report([Path("cmp1")])
-    assert {name: (swept / name).read_bytes() for name in files(swept)} == before
+    assert {name: (two_sweeps / name).read_bytes() for name in files(two_sweeps)} == before
 
 
 # Runs that cannot be read
@@ -182,7 +182,7 @@ def test_failed_write_of_report_keeps_existing_report_files(swept, monkeypatch):
         ("summary.json", ""),
     ],
 )
-def test_report_contains_note_about_each_damaged_run(swept, output_of, name, text):
+def test_report_contains_note_about_each_damaged_run(two_sweeps, output_of, name, text):
     Path("cmp1/standard-seed1", name).write_text(text, encoding="utf-8")
     out = output_of("report", "cmp1")
     notes = [line for line in out.splitlines() if line.startswith("note: cmp1/standard-seed1 is")]
@@ -191,7 +191,7 @@ def test_report_contains_note_about_each_damaged_run(swept, output_of, name, tex
     assert variants("cmp1/report.csv") == ["standard", "diff_v2"]
 
 
-def test_report_command_fails_if_all_runs_are_damaged(swept, error_of):
+def test_report_command_fails_if_all_runs_are_damaged(two_sweeps, error_of):
     for run in Path("cmp1").iterdir():
         (run / "config.yaml").write_text("", encoding="utf-8")
     error = error_of("report", "cmp1")

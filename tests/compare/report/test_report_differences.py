@@ -28,13 +28,13 @@ SIZES = {"parameters", "flops_per_token"}
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
+def two_runs(tmp_path_factory):
     root = tmp_path_factory.mktemp("pair")
     variants = ("standard", "diff_v1")
     return loaded([write_run(root / name, f"attention={name}") for name in variants])
 
 
-def with_value(run, key, value="other", declared=None):
+def run_with_value(run, key, value="other", declared=None):
     """Return a copy of `run` with a config value that the config was not checked for."""
     changed = replace(run)
     following = [name for name, other in DECLARED.items() if other.follows == key]
@@ -58,9 +58,9 @@ def roles(comparison):
 
 
 @pytest.mark.parametrize("key", DECLARED)
-def test_difference_in_key_has_role_of_its_declaration(pair, key):
-    standard, other = pair
-    comparison = compare([standard, with_value(other, key)])
+def test_difference_in_key_has_role_of_its_declaration(two_runs, key):
+    standard, other = two_runs
+    comparison = compare([standard, run_with_value(other, key)])
     declared = DECLARED[key]
     expected = role(key, declared, REPORT)
     compared_by = declared.fact in (*FACTS, *DECLARED)
@@ -125,8 +125,8 @@ SETTABLE = [name for name in DECLARED if not name.startswith("resolved.")]
 
 
 @pytest.mark.parametrize("name", [*SETTABLE, *fact_declarations()])
-def test_report_and_study_compare_the_same_runs_except_for_declared_permissions(pair, name):
-    standard, other = pair
+def test_report_and_study_compare_the_same_runs_except_for_declared_permissions(two_runs, name):
+    standard, other = two_runs
     is_fact = name in fact_declarations()
     declared = fact_declarations()[name] if is_fact else DECLARED[name]
     runs = [standard, with_fact(other, name) if is_fact else with_setting(other, name)]
@@ -158,11 +158,11 @@ def test_facts_replace_their_config_keys_and_explain_other_facts():
     assert {*SEEDS} == {"seed", "model.init_seed"}
 
 
-def test_strictest_declaration_decides_if_plugins_declare_one_key_differently(pair):
+def test_strictest_declaration_decides_if_plugins_declare_one_key_differently(two_runs):
     speed = Declaration(effect="speed", resumable=True)
     runs = [
-        with_value(run, "data.tile", value, declared)
-        for run, value, declared in zip(pair, (1, 2), (Declaration(), speed), strict=True)
+        run_with_value(run, "data.tile", value, declared)
+        for run, value, declared in zip(two_runs, (1, 2), (Declaration(), speed), strict=True)
     ]
     for ordered in (runs, runs[::-1]):
         assert compare(ordered).differences == ["data.tile"]
@@ -177,23 +177,23 @@ def test_strictest_declaration_decides_if_plugins_declare_one_key_differently(pa
         (Declaration(effect="speed", resumable=True), "harmless"),
     ],
 )
-def test_plugin_key_takes_part_in_report_with_its_effect(pair, declared, expected):
-    standard, other = pair
-    comparison = compare([standard, with_value(other, "data.noise", 1, declared)])
+def test_plugin_key_takes_part_in_report_with_its_effect(two_runs, declared, expected):
+    standard, other = two_runs
+    comparison = compare([standard, run_with_value(other, "data.noise", 1, declared)])
     assert comparison.differences == (["data.noise"] if expected == "condition" else [])
     if declared:
         assert roles(comparison)["data.noise"] == expected
 
 
-def test_starting_weights_of_one_row_are_a_condition(pair):
-    standard, other = pair
+def test_starting_weights_of_one_row_are_a_condition(two_runs):
+    standard, other = two_runs
     other = replace(other, cfg=replace(other.cfg, resume="weights:/other/run"))
     comparison = compare([standard, other])
     assert comparison.differences == ["resume"]
     assert roles(comparison) == {"resume": "condition"}
 
 
-def mixture(path):
+def mixture_override(path):
     return f"data.sources={{web: {{source: files, paths: [{path}]}}}}"
 
 
@@ -201,7 +201,7 @@ def mixture(path):
 def test_paths_of_mixture_sources_are_compared_by_corpus_hash(tmp_path, corpus, apart):
     paths = []
     for variant in ("standard", "gated"):
-        words = (f"attention={variant}", "data=mixture", mixture(f"{variant}.txt"))
+        words = (f"attention={variant}", "data=mixture", mixture_override(f"{variant}.txt"))
         paths.append(write_run(tmp_path / variant, *words, facts={"corpus": corpus}))
     assert compare(loaded(paths)).differences == apart
 

@@ -38,7 +38,7 @@ def test_evaluation_score_is_interpolated_between_checkpoints() -> None:
     assert scores_at(4.0, [checkpoint(5.0, None), checkpoint(3.0, 5.0)])["top_1"]["value"] is None
 
 
-def write(
+def comparison_with_lead(
     place: Path, seeds: int = 3, unit: str = "magnitude", lead: float = 0.5, **more: Any
 ) -> Comparison:
     """Write runs of standard that end at loss 4, and of diff_v2 with losses lower by `lead`."""
@@ -61,7 +61,7 @@ def write(
 
 
 def test_gap_at_equal_loss_is_zero_if_score_depends_only_on_loss(tmp_path: Path) -> None:
-    comparison = write(tmp_path)
+    comparison = comparison_with_lead(tmp_path)
     (outliers,) = comparison.evaluated
     ahead = outliers.lines[0].cells[1]
     assert ahead.gap.mean == pytest.approx(-0.5)
@@ -81,12 +81,12 @@ def test_scores_from_different_evaluation_settings_are_not_compared(
     tmp_path: Path,
 ) -> None:
     other = {f"diff_v2 {step}": {"sequences": 1} for step in STEPS[:2]}
-    (outliers,) = write(tmp_path, **other).evaluated
+    (outliers,) = comparison_with_lead(tmp_path, **other).evaluated
     assert outliers.equal == []
 
 
 def test_interpolated_accuracy_has_no_confidence_interval(tmp_path: Path) -> None:
-    (shares,) = write(tmp_path, seeds=1, unit=SHARE, lead=0.4).evaluated
+    (shares,) = comparison_with_lead(tmp_path, seeds=1, unit=SHARE, lead=0.4).evaluated
     standard, diff_v2 = shares.equal[0].cells
     assert (standard.mean.mean, diff_v2.mean.mean) == pytest.approx((0.4, 0.4))
     assert standard.over_examples, "read at a checkpoint"

@@ -35,7 +35,7 @@ def score(of: str, value: float | None, **more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def evaluated_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("evaluated")
     for variant in EASY:
         for seed in range(3):
@@ -47,22 +47,22 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def runs(written: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(written, tmp_path / "runs")
+def copied_runs(evaluated_runs: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(evaluated_runs, tmp_path / "runs")
 
 
 def compared(runs: Path) -> Comparison:
     return read([runs])[0]
 
 
-def test_report_contains_mean_score_for_each_needle_depth(runs: Path) -> None:
+def test_report_contains_mean_score_for_each_needle_depth(copied_runs: Path) -> None:
     for variant, shares in {"standard": (0.2, 0.4, 0.3), "diff_v2": (0.5, 0.4, 0.6)}.items():
         for seed, share in enumerate(shares):
             depths = {"0.25": share, "0.75": 1.0}
             write_result(
-                runs / f"{variant}{seed}", score("512", 0.7, by_depth=depths), name="needle"
+                copied_runs / f"{variant}{seed}", score("512", 0.7, by_depth=depths), name="needle"
             )
-    comparison = compared(runs)
+    comparison = compared(copied_runs)
     (needle,) = (each for each in comparison.evaluated if each.name == "needle")
     assert [line.name for line in needle.parts] == ["512, depth 0.25", "512, depth 0.75"]
     standard, diff_v2 = needle.parts[0].cells
@@ -72,9 +72,9 @@ def test_report_contains_mean_score_for_each_needle_depth(runs: Path) -> None:
 
 
 def test_mean_and_gap_of_each_evaluation_score_match_reference(
-    runs: Path,
+    copied_runs: Path,
 ) -> None:
-    (mqar,) = compared(runs).evaluated
+    (mqar,) = compared(copied_runs).evaluated
     assert (mqar.name, mqar.unit) == ("mqar", SHARE)
     assert [line.name for line in mqar.lines] == ["mean of all levels", "pairs 4", "pairs 8"]
     assert mqar.lines[1].chance == 0.25
@@ -90,8 +90,8 @@ def test_mean_and_gap_of_each_evaluation_score_match_reference(
     assert of_all.mean.mean == pytest.approx(sum(means) / 3)
 
 
-def test_report_page_and_csv_file_contain_evaluation_score_gaps(runs: Path) -> None:
-    comparison = compared(runs)
+def test_report_page_and_csv_file_contain_evaluation_score_gaps(copied_runs: Path) -> None:
+    comparison = compared(copied_runs)
     html = undrawn_page(comparison)
     assert "Evaluations" in html
     assert "mqar, share of right answers" in html
@@ -104,20 +104,22 @@ def test_report_page_and_csv_file_contain_evaluation_score_gaps(runs: Path) -> N
     assert float(second["mqar: pairs 8, gap_low"]) < float(second["mqar: pairs 8, gap_high"])
 
 
-def test_report_excludes_evaluation_result_if_step_differs_from_other_runs(runs: Path) -> None:
-    run = runs / "diff_v21"
+def test_report_excludes_evaluation_result_if_step_differs_from_other_runs(
+    copied_runs: Path,
+) -> None:
+    run = copied_runs / "diff_v21"
     (run / "evaluation/step-00000020/mqar.jsonl").unlink()
     write_result(run, score("pairs 4", 0.0), step=10)
-    comparison = compared(runs)
+    comparison = compared(copied_runs)
     (mqar,) = comparison.evaluated
     cell = mqar.lines[1].cells[1]
     assert (cell.mean.seeds, cell.gap.seeds) == (2, 2)
     assert any("diff_v21, evaluated after another number of tokens" in n for n in comparison.notes)
 
 
-def test_table_of_scores_omits_rows_without_evaluation(runs: Path) -> None:
-    write_run(runs / "gated0", "attention=gated", "seed=0")
-    comparison = compared(runs)
+def test_table_of_scores_omits_rows_without_evaluation(copied_runs: Path) -> None:
+    write_run(copied_runs / "gated0", "attention=gated", "seed=0")
+    comparison = compared(copied_runs)
     table = score_table("mqar", comparison.evaluated[0].lines, comparison.rows)
     heads = [column.title for column in table.columns]
     assert [row.label for row in comparison.rows] == ["standard", "gated", "diff_v2"]
@@ -169,14 +171,14 @@ def test_confidence_interval_excludes_negative_values_except_for_loss_change(
 
 
 def test_confidence_interval_stays_within_value_range_of_score(
-    runs: Path,
+    copied_runs: Path,
 ) -> None:
     for variant, (first, second) in {"standard": (0.0, 1.0), "diff_v2": (0.9, 0.95)}.items():
         for seed, value in enumerate((first, second, second)):
             one = score("target", value, range=[0, 1], by_layer={"0": value})
             free = score("signed target", value, range=None)
-            write_result(runs / f"{variant}{seed}", one, free, name="mass", unit="attention")
-    (mass,) = (each for each in compared(runs).evaluated if each.name == "mass")
+            write_result(copied_runs / f"{variant}{seed}", one, free, name="mass", unit="attention")
+    (mass,) = (each for each in compared(copied_runs).evaluated if each.name == "mass")
     limited, free = mass.lines
     for line in (limited, *mass.parts):
         standard, diff_v2 = line.cells
@@ -196,27 +198,27 @@ def test_confidence_interval_of_small_score_has_two_significant_digits(tmp_path:
 
 
 def test_report_does_not_compare_scores_of_different_difficulty_levels(
-    runs: Path,
+    copied_runs: Path,
 ) -> None:
     for seed in range(3):
-        write_result(runs / f"diff_v2{seed}", score("pairs 4", 1.0), levels=[{"pairs": 4}])
-    comparison = compared(runs)
+        write_result(copied_runs / f"diff_v2{seed}", score("pairs 4", 1.0), levels=[{"pairs": 4}])
+    comparison = compared(copied_runs)
     standard_first = [line.cells for line in comparison.evaluated[0].lines]
     assert all((a is None) != (b is None) for a, b in standard_first)
     assert any(note.startswith("mqar: ") for note in comparison.notes)
 
 
-def test_mean_evaluation_score_excludes_seed_with_null_score(runs: Path) -> None:
-    write_result(runs / "standard0", score("pairs 4", None), score("pairs 8", 0.2))
-    (mqar,) = compared(runs).evaluated
+def test_mean_evaluation_score_excludes_seed_with_null_score(copied_runs: Path) -> None:
+    write_result(copied_runs / "standard0", score("pairs 4", None), score("pairs 8", 0.2))
+    (mqar,) = compared(copied_runs).evaluated
     standard, diff_v2 = mqar.lines[1].cells
     assert (standard.mean.seeds, diff_v2.mean.seeds, diff_v2.gap.seeds) == (2, 3, 2)
 
 
-def test_report_page_escapes_html_in_score_names(runs: Path) -> None:
-    for run in runs.iterdir():
+def test_report_page_escapes_html_in_score_names(copied_runs: Path) -> None:
+    for run in copied_runs.iterdir():
         write_result(run, {"of": "<b>", "value": 0.5}, {"of": "x", "value": 0.1})
-    html = undrawn_page(compared(runs))
+    html = undrawn_page(compared(copied_runs))
     assert "&lt;b&gt;" in html
     assert "<b>" not in html
 
@@ -233,38 +235,38 @@ def test_report_page_escapes_html_in_score_names(runs: Path) -> None:
                  '"value": 1, "by_z": {"a": []}',
              ))],
 )  # fmt: skip
-def test_report_skips_invalid_evaluation_file_and_adds_note(runs: Path, text: str) -> None:
-    place = results_of(runs / "standard0", 20)
+def test_report_skips_invalid_evaluation_file_and_adds_note(copied_runs: Path, text: str) -> None:
+    place = results_of(copied_runs / "standard0", 20)
     (place / "mqar.jsonl").write_text(text, encoding="utf-8")
     (place / "directory.jsonl").mkdir()
     (place.parent / "step-x").mkdir()
     (place.parent / "step-00000099").write_text("a file", encoding="utf-8")
     problems: dict[str, list[str]] = {}
-    assert all_results(runs / "standard0", problems) == {}
+    assert all_results(copied_runs / "standard0", problems) == {}
     assert [Path(file).name for files in problems.values() for file in files] == [
         "directory.jsonl",
         "mqar.jsonl",
     ]
-    comparison = compared(runs)
+    comparison = compared(copied_runs)
     assert comparison.evaluated[0].lines[1].cells[0]
     assert any(f"{place / 'mqar.jsonl'}: " in note for note in comparison.notes)
 
 
-def test_report_skips_evaluation_result_with_edited_scores(runs: Path) -> None:
-    file = results_of(runs / "standard0", 20) / "mqar.jsonl"
+def test_report_skips_evaluation_result_with_edited_scores(copied_runs: Path) -> None:
+    file = results_of(copied_runs / "standard0", 20) / "mqar.jsonl"
     file.write_text(
         file.read_text(encoding="utf-8").replace('"value": 0.5', '"value": 0.9871'),
         encoding="utf-8",
     )
-    comparison = compared(runs)
+    comparison = compared(copied_runs)
     (standard, _) = comparison.evaluated[0].lines[1].cells
     assert standard.mean == estimate(EASY["standard"][1:]).within(0, 1)
     said = f"{file}: was changed after it was written: its checksum differs; skipped."
     assert said in comparison.notes
 
 
-def test_report_shows_stored_results_of_removed_evaluations(runs: Path) -> None:
-    for run in runs.iterdir():
+def test_report_shows_stored_results_of_removed_evaluations(copied_runs: Path) -> None:
+    for run in copied_runs.iterdir():
         right = 0.5 if run.name.startswith("standard") else 0.75
         about = {"shortened": 0, "shots": 0, "version": 1.0, "interval": [0.25, 0.9]}
         values = {"acc,none": right, "bits_per_byte,none": 2 * right}
@@ -273,7 +275,7 @@ def test_report_shows_stored_results_of_removed_evaluations(runs: Path) -> None:
         first = {"key": key, "unit": "metric of lm-eval", "scores": scores}
         store_result(results_of(run, 20) / "lm_eval-mine.jsonl", first, [{"values": values}])
         write_result(run, score("entries 3", right, level={"entries": 3}), name="phonebook")
-    comparison = compared(runs)
+    comparison = compared(copied_runs)
     harness, _, phonebook = comparison.evaluated
     assert (harness.name, phonebook.name) == ("lm_eval-mine", "phonebook")
     assert [line.name for line in harness.lines] == ["acc,none", "bits_per_byte,none"]

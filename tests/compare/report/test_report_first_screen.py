@@ -2,7 +2,15 @@
 
 import pytest
 from report_pages import Reader, figures_of, page_text, undrawn_page, words_of
-from runs.written import edit_json, loaded, metric_lines, parameters, runs_in, sweep, write_run
+from runs.written import (
+    edit_json,
+    falling_lines,
+    loaded,
+    parameter_count,
+    runs_in,
+    sweep,
+    write_run,
+)
 
 from diffllm.compare.report import comparison_text
 from diffllm.compare.report.comparison import compare
@@ -15,16 +23,16 @@ LOSSES = {"standard": [4.0, 4.2], "gated": [4.1, 4.4], "diff_v2": [3.8, 4.0]}
 
 
 @pytest.fixture(scope="module")
-def swept(tmp_path_factory):
+def finished_sweep(tmp_path_factory):
     root = tmp_path_factory.mktemp("swept")
     sweep(root, LOSSES)
     return root
 
 
-def test_report_page_begins_with_loss_gap_of_each_variant_to_baseline(swept):
-    comparison = compare(runs_in(swept))
+def test_report_page_begins_with_loss_gap_of_each_variant_to_baseline(finished_sweep):
+    comparison = compare(runs_in(finished_sweep))
     standard, gated, diff_v2 = (finding(row) for row in comparison.rows)
-    more = [parameters((f"attention={name}", "seed=0")) for name in ("standard", "diff_v2")]
+    more = [parameter_count((f"attention={name}", "seed=0")) for name in ("standard", "diff_v2")]
     assert diff_v2 == (
         "diff_v2: held-out loss 0.200 nats per token (4.9%) lower than standard, "
         "equal in all seeds, 2 seeds, "
@@ -42,8 +50,8 @@ def test_report_page_begins_with_loss_gap_of_each_variant_to_baseline(swept):
     assert results < losses < text.index("The context is the vector per token")
 
 
-def test_comparison_text_contains_losses_gaps_and_notes(swept, tmp_path):
-    lines = comparison_text([swept]).splitlines()
+def test_comparison_text_contains_losses_gaps_and_notes(finished_sweep, tmp_path):
+    lines = comparison_text([finished_sweep]).splitlines()
     assert lines[0].split() == ["held-out", "loss", "gap", "to", "standard", "seeds", "parameters"]
     assert lines[3].startswith("diff_v2   3.900 (2.629 to 5.171)  -0.200 (equal in all seeds)  2 ")
     end = lines.index("")
@@ -55,11 +63,11 @@ def test_comparison_text_contains_losses_gaps_and_notes(swept, tmp_path):
     assert lines[7].startswith("warning: an interval from two seeds has one degree of freedom")
     assert lines[end - 1].endswith(" tokens per parameter (early training: fewer than 20)")
     assert lines[end + 1].startswith("note: gated has ")
-    assert "gap to diff_v2" in comparison_text([swept], "diff_v2").splitlines()[0]
+    assert "gap to diff_v2" in comparison_text([finished_sweep], "diff_v2").splitlines()[0]
     assert all(line.isascii() and len(line) <= 100 for line in lines[:end])
     long = ("optim.lr=1e-3", "optim.beta1=0.85", "optim.beta2=0.99", "optim.weight_decay=0.05")
     sweep(tmp_path / "b", LOSSES, *long)
-    wide = comparison_text([swept, tmp_path / "b"]).splitlines()
+    wide = comparison_text([finished_sweep, tmp_path / "b"]).splitlines()
     assert max(len(line) for line in wide if not line.startswith("note: ")) <= 100
     assert "diff_v2 beta1=0.85 beta2=0.99 lr=0.001 weight_decay=0.05" in wide
 
@@ -113,8 +121,8 @@ def test_report_describes_heldout_text_by_recorded_token_counts(tmp_path, split,
 @pytest.mark.parametrize(("steps", "is_early"), [(2000, True), (100_000, False)])
 def test_report_names_early_training_below_20_tokens_per_parameter(tmp_path, steps, is_early):
     words = ("attention=gated", f"steps={steps}")
-    write_run(tmp_path / "a", *words, lines=metric_lines(10, 256, 4.0))
-    ratio = 256 * steps / parameters(words)
+    write_run(tmp_path / "a", *words, lines=falling_lines(10, 256, 4.0))
+    ratio = 256 * steps / parameter_count(words)
     text = page_text(compare(runs_in(tmp_path)))
     assert f"{ratio:.2g} tokens per parameter" in text
     assert ("(early training: fewer than 20)" in text) == is_early
@@ -131,14 +139,14 @@ def test_every_attention_variant_has_unique_one_line_description():
     assert max(map(len, lines)) < 160
 
 
-def test_report_figures_show_only_first_group_of_comparable_runs(swept, tmp_path):
-    lines = metric_lines(40, 256, 3.0)
+def test_report_figures_show_only_first_group_of_comparable_runs(finished_sweep, tmp_path):
+    lines = falling_lines(40, 256, 3.0)
     write_run(tmp_path / "longer", "attention=diff_v1", "steps=40", lines=lines)
     title = "Held-out sample loss"
-    html = undrawn_page(compare([*runs_in(swept), *runs_in(tmp_path)]), title)
+    html = undrawn_page(compare([*runs_in(finished_sweep), *runs_in(tmp_path)]), title)
     assert "figures show only the first group" in html
     words = words_of(figures_of(html)[title])
     assert words[-3:] == ["standard steps=20", "gated steps=20", "diff_v2 steps=20"]
     assert "diff_v1 steps=40" in Reader(html).text
-    table = table_text(compare([*loaded([swept / "gated-seed0"]), *runs_in(tmp_path)]))
+    table = table_text(compare([*loaded([finished_sweep / "gated-seed0"]), *runs_in(tmp_path)]))
     assert "2 groups of rows that cannot be compared; they differ in steps:" in table

@@ -29,23 +29,23 @@ LOSSES = {
 }
 
 
-def compared(losses):
+def comparison_of_losses(losses):
     """Return a comparison of runs with these final losses by variant, in the order of seeds."""
     runs = []
     for variant, by_seed in losses.items():
         for seed, loss in enumerate(by_seed):
-            run = sample.run(variant, seed, 12)
+            run = sample.run_of(variant, seed, 12)
             runs.append(replace(run, summary={"heldout_loss": loss}))
     return compare(runs, title="made")
 
 
 @pytest.fixture(scope="module")
-def four():
-    return compared(LOSSES)
+def comparison_of_four():
+    return comparison_of_losses(LOSSES)
 
 
-def test_p_values_and_welch_intervals_in_report_csv_match_scipy(four):
-    base_line, *lines = csv_rows(four)
+def test_p_values_and_welch_intervals_in_report_csv_match_scipy(comparison_of_four):
+    base_line, *lines = csv_rows(comparison_of_four)
     base = LOSSES["standard"]
     p_values = [stats.ttest_rel(LOSSES[line["variant"]], base).pvalue for line in lines]
     assert [float(line["gap_p"]) for line in lines] == pytest.approx(p_values)
@@ -69,22 +69,22 @@ def gap_cells(comparison):
     return [dict(zip(heads, row, strict=True)) for row in table.rows]
 
 
-def test_report_states_number_of_significant_gaps_after_holm_correction(four):
-    text = page_text(four)
+def test_report_states_number_of_significant_gaps_after_holm_correction(comparison_of_four):
+    text = page_text(comparison_of_four)
     sentence = "1 of 3 gaps is significant after Holm's correction at 0.05; better: gated."
-    assert holm_sentence(four.rows) == sentence
+    assert holm_sentence(comparison_of_four.rows) == sentence
     assert text.index(sentence) < text.index("Gap to standard at the end")
-    assert sentence in table_text(four).splitlines()
-    tags = [cell.tag for cell in columns_of(four)["Gap to standard"].cells]
+    assert sentence in table_text(comparison_of_four).splitlines()
+    tags = [cell.tag for cell in columns_of(comparison_of_four)["Gap to standard"].cells]
     assert tags == ["baseline", "", "not significant after Holm", "no difference shown"]
 
 
 @pytest.mark.slow
-def test_gap_figure_fills_marker_only_if_gap_is_significant(four):
-    (card, *_), *_ = page_sections(four, row_styles(four.rows))
+def test_gap_figure_fills_marker_only_if_gap_is_significant(comparison_of_four):
+    (card, *_), *_ = page_sections(comparison_of_four, row_styles(comparison_of_four.rows))
     assert "significant after Holm's correction over the 3 gaps" in card.caption
-    styles = row_styles(four.rows)
-    gaps = [row.gap for row in four.rows[1:]]
+    styles = row_styles(comparison_of_four.rows)
+    gaps = [row.gap for row in comparison_of_four.rows[1:]]
     axes = draw_gaps(gaps, styles[1:], hollow=[False, True, True]).axes[0]
     marks = [line for line in axes.lines if line.get_marker() == "o"]
     fills = [mark.get_markerfacecolor() for mark in marks]
@@ -92,7 +92,7 @@ def test_gap_figure_fills_marker_only_if_gap_is_significant(four):
 
 
 def test_report_of_single_seed_mentions_no_interval_and_no_test():
-    comparison = compared({"standard": [4.0], "gated": [3.9]})
+    comparison = comparison_of_losses({"standard": [4.0], "gated": [3.9]})
     title = "Gap to standard at the end"
     html = undrawn_page(comparison, title)
     assert "mean" in words_of(figures_of(html)[title])
@@ -100,7 +100,7 @@ def test_report_of_single_seed_mentions_no_interval_and_no_test():
     assert "A single seed has no interval and no test." in text
     for absent in ("95% interval", "Student's t over", "The gap is", "Statistics of the gaps"):
         assert absent not in text + table_text(comparison)
-    two_seeds = compared({"standard": [4.0, 4.1], "gated": [3.9, 4.05]})
+    two_seeds = comparison_of_losses({"standard": [4.0, 4.1], "gated": [3.9, 4.05]})
     assert "95% interval" in page_text(two_seeds)
 
 
@@ -113,7 +113,7 @@ def test_report_of_single_seed_mentions_no_interval_and_no_test():
     ],
 )
 def test_single_gap_is_reported_with_p_and_without_holm_correction(gated, sentence):
-    comparison = compared({"standard": [4.0, 4.2], "gated": gated})
+    comparison = comparison_of_losses({"standard": [4.0, 4.2], "gated": gated})
     assert holm_sentence(comparison.rows) == sentence
     text = page_text(comparison)
     assert sentence in text
@@ -126,16 +126,16 @@ def test_report_explains_overlapping_losses_of_significant_paired_gap():
     """Seeds move both rows by 0.2, but their gap is 0.1 for every seed up to 0.002."""
     together = {"standard": [4.0, 4.2, 4.4], "gated": [3.9, 4.101, 4.302]}
     overlap = "Intervals of two rows can overlap although the interval of their gap excludes 0"
-    assert overlap in " ".join(table_text(compared(together)).split())
-    assert overlap in page_text(compared(together))
+    assert overlap in " ".join(table_text(comparison_of_losses(together)).split())
+    assert overlap in page_text(comparison_of_losses(together))
     alone = {"standard": [4.0, 4.001, 4.002], "gated": [3.9, 3.901, 3.9]}
-    assert overlap not in page_text(compared(alone))
+    assert overlap not in page_text(comparison_of_losses(alone))
 
 
 @pytest.mark.parametrize("seeds", [1, 3])
-def test_gap_figure_shows_arrow_for_gap_outside_axis_range(four, seeds):
+def test_gap_figure_shows_arrow_for_gap_outside_axis_range(comparison_of_four, seeds):
     gaps = [Estimate(-0.01, -0.02, 0.0, 3), Estimate(5.25, 5.0, 5.5, seeds)]
-    axes = draw_gaps(gaps, row_styles(four.rows)[1:3]).axes[0]
+    axes = draw_gaps(gaps, row_styles(comparison_of_four.rows)[1:3]).axes[0]
     (arrow,) = (line for line in axes.lines if line.get_marker() == ">")
     assert (arrow.get_xdata()[0], arrow.get_ydata()[0]) == (axes.get_xlim()[1], 1)
     assert "+5.25" in [text.get_text().strip() for text in axes.texts]
@@ -145,7 +145,7 @@ def test_gap_figure_shows_arrow_for_gap_outside_axis_range(four, seeds):
 
 def test_loss_gap_is_not_significant_if_gap_is_equal_for_all_seeds():
     losses = {"standard": [4.0, 4.2], "gated": [3.0, 3.2], "diff_v2": [3.9]}
-    comparison = compared(losses)
+    comparison = comparison_of_losses(losses)
     gated, diff_v2 = comparison.rows[1:]
     assert (gated.p_holm, gated.values["gap_p"]) == (1, 1)
     assert (diff_v2.p_holm, diff_v2.values["gap_p"]) == (None, None)
@@ -162,7 +162,7 @@ def test_variant_is_not_significantly_better_if_more_runs_diverged():
         "diff_v1": [4.50, 4.61, 4.70, float("nan")],
         "diff_v2": [float("nan")] * 4,
     }
-    comparison = compared(losses)
+    comparison = comparison_of_losses(losses)
     gated, diff_v1, diff_v2 = comparison.rows[1:]
     assert gated.outcome.paired.p < 0.01
     assert gated.p_holm == 1
@@ -187,7 +187,7 @@ def test_variant_is_not_significantly_better_if_more_runs_diverged():
 # Documents and seeds
 
 
-def with_documents(tmp_path, seeds, texts=40):
+def runs_with_documents(tmp_path, seeds, texts=40):
     """Write runs of two arms with losses of documents; the gap of every document is -0.1."""
     rng, runs = np.random.default_rng(0), []
     tokens = rng.integers(20, 200, texts)
@@ -201,12 +201,12 @@ def with_documents(tmp_path, seeds, texts=40):
             losses.save(path, 12)
             loss = losses.loss + 1e-3 * rng.normal()
             summary = {"heldout_loss": loss}
-            runs.append(replace(sample.run(variant, seed, 12), path=path, summary=summary))
+            runs.append(replace(sample.run_of(variant, seed, 12), path=path, summary=summary))
     return runs
 
 
 def test_report_shows_interval_over_documents_or_reason_for_its_absence(tmp_path):
-    runs = with_documents(tmp_path, 3)
+    runs = runs_with_documents(tmp_path, 3)
     comparison = compare(runs)
     row = comparison.rows[1]
     gap = row.outcome.over_documents

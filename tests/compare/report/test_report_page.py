@@ -29,9 +29,9 @@ from diffllm.metrics.panels import sections_by_title
 from diffllm.statistics.gap_tests import Gap
 
 CASES = {
-    "one run": lambda: sample.compared(("diff_v2",), 1, 28),
-    "four variants": lambda: sample.compared(sample.FOUR, 3, 40, probes=True),
-    "nine rows": lambda: sample.compared(sample.NINE, 3, 40),
+    "one run": lambda: sample.comparison_of(("diff_v2",), 1, 28),
+    "four variants": lambda: sample.comparison_of(sample.FOUR, 3, 40, probes=True),
+    "nine rows": lambda: sample.comparison_of(sample.NINE, 3, 40),
     "incomparable": sample.incomparable,
     "barely started": sample.barely_started,
     "not finite": sample.not_finite,
@@ -41,18 +41,18 @@ CASES = {
 
 
 @cache
-def comparison_of(case: str) -> Comparison:
+def case_comparison(case: str) -> Comparison:
     return CASES[case]()
 
 
 @cache
 def html_of(case: str) -> str:
-    return page(comparison_of(case))
+    return page(case_comparison(case))
 
 
 @cache
 def undrawn_html_of(case: str) -> str:
-    return undrawn_page(comparison_of(case))
+    return undrawn_page(case_comparison(case))
 
 
 @pytest.mark.fast_cases(1)
@@ -68,7 +68,7 @@ def test_report_page_is_valid_html_without_external_resources(case):
     assert "script" not in reader.tags
     shown = reader.text[: reader.text.index("How to read this")].lower()
     assert not {"nan", "inf", "none"} & set(re.findall(r"\w+", shown))
-    assert all(row.label in reader.text for row in comparison_of(case).rows)
+    assert all(row.label in reader.text for row in case_comparison(case).rows)
 
 
 def test_report_page_is_identical_if_created_twice_from_same_runs():
@@ -92,14 +92,14 @@ def test_report_figures_are_svg_images_with_alternative_text(case):
 
 @pytest.mark.slow
 def test_report_figures_have_legend_with_label_of_every_curve():
-    labels = [row.label for row in comparison_of("nine rows").rows]
+    labels = [row.label for row in case_comparison("nine rows").rows]
     figures = figures_of(html_of("nine rows"))
     assert words_of(figures["Held-out sample loss"])[-9:] == labels
     assert set(labels[1:]) <= set(words_of(figures["Gap to standard at the end"]))
     lambdas = [name for name in labels if name.startswith("diff_v") and "no_lambda" not in name]
     assert words_of(figures["Largest lambda, by layer"])[-5:] == lambdas
     assert set(lambdas) <= set(words_of(figures["Mean lambda, by layer"]))
-    for name, style in zip(labels, row_styles(comparison_of("nine rows").rows), strict=True):
+    for name, style in zip(labels, row_styles(case_comparison("nine rows").rows), strict=True):
         assert style.colour in figures["Held-out sample loss"], name
 
 
@@ -118,7 +118,7 @@ def test_caption_of_gradient_norm_figure_mentions_parameter_group():
 
 
 def test_table_of_runs_shows_seed_and_tokens_of_each_run():
-    rows = comparison_of("four variants").rows
+    rows = case_comparison("four variants").rows
     cells = runs_table(rows).rows[0]
     assert [cell.text for cell in cells[:2]] == ["standard", "0"]
     assert cells[3].text == compact(int(rows[0].runs[0].metrics.tokens[-1]))
@@ -156,7 +156,7 @@ def gap_tags(comparison: Comparison, base: Row, row: Row) -> list[str]:
 
 
 def test_gap_cell_reports_no_difference_if_confidence_interval_contains_0():
-    comparison = sample.compared(("standard", "gated"), 2, 10)
+    comparison = sample.comparison_of(("standard", "gated"), 2, 10)
     base, row = comparison.rows
 
     def with_gap(gap: Gap) -> Row:
@@ -185,7 +185,7 @@ def test_attention_variant_has_same_colour_in_every_report():
     looks_of_nine = {style.label: (style.colour, style.dash) for style in styles_of(sample.NINE)}
     for style in styles_of(sample.FOUR):
         assert (style.colour, style.dash) == looks_of_nine[style.label]
-    rates = row_styles(comparison_of("learning rates").rows)
+    rates = row_styles(case_comparison("learning rates").rows)
     for styles in (styles_of(variants()), rates):
         assert len({(style.colour, style.dash) for style in styles}) == len(styles)
 
@@ -206,12 +206,14 @@ def test_ablation_by_overrides_has_same_style_next_to_other_ablations():
     assert styles(0.5, None).items() <= every.items()
 
 
-def series(*values: float) -> Series:
+def series_of(*values: float) -> Series:
     return Series(10 * np.arange(1, len(values) + 1), np.array(values, dtype=float))
 
 
 def test_mean_curve_over_seeds_ends_at_last_step_of_shortest_run():
-    band = curves.over_seeds([series(3, 2, 1, 0), series(5, 4), series(7, 6, np.nan, np.nan)])
+    band = curves.over_seeds(
+        [series_of(3, 2, 1, 0), series_of(5, 4), series_of(7, 6, np.nan, np.nan)]
+    )
     assert band.x.tolist() == [10, 20, 30, 40]
     for values, expected in ((band.mean, [5, 4]), (band.low, [3, 2]), (band.high, [7, 6])):
         assert values[:2].tolist() == expected
@@ -219,19 +221,21 @@ def test_mean_curve_over_seeds_ends_at_last_step_of_shortest_run():
     assert band.singles[0][1:].tolist() == [2, 1, 0]
     assert band.stops == [(20, 4), (20, 6)]
     assert curves.over_seeds([]) is None
-    assert curves.over_seeds([series(np.nan, np.nan)]) is None
+    assert curves.over_seeds([series_of(np.nan, np.nan)]) is None
 
 
 def test_mean_curve_is_interrupted_at_nan_loss_of_any_seed():
-    band = curves.over_seeds([series(1, np.nan, 3), series(1, 2, 3)])
+    band = curves.over_seeds([series_of(1, np.nan, 3), series_of(1, 2, 3)])
     assert np.isnan(band.mean).tolist() == [False, True, False]
     assert not len(band.stops)
     assert band.singles[-1].tolist() == [1, 2, 3]
-    smooth = curves.smoothed(series(1, np.nan, 5, 6, 7), 3).values
+    smooth = curves.smoothed(series_of(1, np.nan, 5, 6, 7), 3).values
     assert np.isnan(smooth).tolist() == [False, True, False, False, False]
     assert smooth[2:].tolist() == [5.5, 6, 6.5]
     sparse = Series(np.array([10, 30]), np.array([1.0, 3.0]))
-    assert curves.over_seeds([sparse, series(1, 4, 5)]).mean.tolist() == [1, 3, 4], "interpolated"
+    assert curves.over_seeds([sparse, series_of(1, 4, 5)]).mean.tolist() == [1, 3, 4], (
+        "interpolated"
+    )
 
 
 @pytest.mark.parametrize(("n", "points"), [(8, 1), (41, 5), (200, 11), (1000, 21)])
@@ -286,7 +290,7 @@ def test_layer_figure_excludes_unfinished_runs_if_any_run_is_finished():
     assert curves.at_end(row, "hidden_top1").mean == pytest.approx(ends(*row.runs, at=4))
 
 
-def drawn(y: list[np.ndarray], label: str = "row", **how: Any) -> Axes:
+def drawn_axes(y: list[np.ndarray], label: str = "row", **how: Any) -> Axes:
     """Return the axes of curves, one row per curve."""
     rows = [
         RunArm.of(f"{label} {i}", {"attention": variant}, [], {})
@@ -301,7 +305,7 @@ def test_loss_axis_range_ignores_spike():
     calm = np.linspace(9, 3, 50)
     spiky = calm.copy()
     spiky[20] = 1000
-    axes = drawn([calm, spiky, calm[:5] + 90], top=10)
+    axes = drawn_axes([calm, spiky, calm[:5] + 90], top=10)
     low, high = axes.get_ylim()
     assert high == 10
     assert 2 < low < 3
@@ -309,7 +313,7 @@ def test_loss_axis_range_ignores_spike():
     assert (mark.get_xdata(), mark.get_ydata()) == ([4], [10])
     legend = [text.get_text() for text in axes.figure.legends[0].get_texts()]
     assert legend == [" row 0", " row 1", " row 2", "off the scale"]
-    axes = drawn([calm, spiky], label="r" * 50)
+    axes = drawn_axes([calm, spiky], label="r" * 50)
     assert len(axes.figure.legends[0].get_texts()) == 2, "shortened names are equal"
 
 
@@ -317,7 +321,7 @@ def test_loss_axis_range_ignores_spike():
 def test_logarithmic_axis_omits_zero_values():
     y = np.linspace(9, 3, 50)
     y[20] = 0
-    axes = drawn([y], log=True)
+    axes = drawn_axes([y], log=True)
     assert axes.get_yscale() == "log"
     assert np.flatnonzero(np.isnan(axes.lines[0].get_ydata())).tolist() == [20]
     comparison = CASES["four variants"]()

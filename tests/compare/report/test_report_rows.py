@@ -10,11 +10,11 @@ from itertools import permutations
 import pytest
 from runs.written import (
     TINY,
-    config,
     facts_of,
+    falling_lines,
     loaded,
-    metric_lines,
-    parameters,
+    parameter_count,
+    run_config,
     runs_in,
     sweep,
     write_run,
@@ -46,7 +46,7 @@ FOUR = {
 HUB = "data=hub data.dataset=one/corpus"
 
 
-def written(root, *runs):
+def loaded_runs(root, *runs):
     """Write and load runs, each given as ("variant key=value ...", loss, facts)."""
     paths = []
     for number, (words, *details) in enumerate(runs):
@@ -76,18 +76,18 @@ def notes_with(comparison, *parts):
 
 def test_config_helper_returns_same_config_as_load_config():
     words = ("attention=diff_v2", "seed=7", "optim.lr=1e-3")
-    assert config(words) == load_config([*TINY, *words])
+    assert run_config(words) == load_config([*TINY, *words])
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory):
+def four_arms(tmp_path_factory):
     root = tmp_path_factory.mktemp("four")
     return loaded(sweep(root, FOUR, "model.match_params_to=diff_v2"))
 
 
-def test_comparison_of_sweep_has_one_table_row_per_attention_variant(four):
-    assert len({run.cfg.model.ffn_dim for run in four}) > 1, "solved widths are not swept"
-    comparison = compare(four, title="four")
+def test_comparison_of_sweep_has_one_table_row_per_attention_variant(four_arms):
+    assert len({run.cfg.model.ffn_dim for run in four_arms}) > 1, "solved widths are not swept"
+    comparison = compare(four_arms, title="four")
     assert comparison.title == "four"
     assert comparison.baseline == "standard"
     assert labels(comparison) == ["standard", "gated", "diff_v1", "diff_v2"]
@@ -105,8 +105,8 @@ def test_comparison_of_sweep_has_one_table_row_per_attention_variant(four):
     assert bases == [None, "standard", "standard", "standard"]
 
 
-def test_comparison_does_not_depend_on_order_of_run_directories(four):
-    runs = [run for run in four if run.variant in ("standard", "diff_v2")][1:5]
+def test_comparison_does_not_depend_on_order_of_run_directories(four_arms):
+    runs = [run for run in four_arms if run.variant in ("standard", "diff_v2")][1:5]
     for run in (runs[0], runs[-1]):  # Duplicate runs, which give notes.
         runs.append(replace(run, path=run.path / "again"))
     runs[1] = replace(runs[1], summary=None)
@@ -121,15 +121,15 @@ def test_comparison_does_not_depend_on_order_of_run_directories(four):
         assert comparison.differences == first.differences
 
 
-def test_compare_uses_requested_variant_as_baseline(four):
-    comparison = compare(four, "diff_v1")
+def test_compare_uses_requested_variant_as_baseline(four_arms):
+    comparison = compare(four_arms, "diff_v1")
     assert comparison.baseline == "diff_v1"
     assert row_of(comparison, "diff_v1").gap is None
     assert row_of(comparison, "standard").gap.mean == pytest.approx((0.1 + 0.05 + 0.1) / 3)
     with pytest.raises(ConfigError, match=r"diff_v3.*standard, gated, diff_v1, diff_v2"):
-        compare(four, "diff_v3")
-    assert compare([run for run in four if run.variant != "standard"]).baseline == "gated"
-    alone = compare([run for run in four if run.variant == "gated"])
+        compare(four_arms, "diff_v3")
+    assert compare([run for run in four_arms if run.variant != "standard"]).baseline == "gated"
+    alone = compare([run for run in four_arms if run.variant == "gated"])
     assert alone.baseline is None
     assert alone.rows[0].gap is None
 
@@ -200,7 +200,7 @@ SWEPT = {
 @pytest.mark.parametrize("case", SWEPT)
 def test_loss_gap_uses_baseline_run_with_same_swept_values(tmp_path, case):
     rows = SWEPT[case]
-    runs = written(tmp_path, *((overrides, loss) for overrides, loss, _, _ in rows))
+    runs = loaded_runs(tmp_path, *((overrides, loss) for overrides, loss, _, _ in rows))
     comparison = compare(runs[::-1])
     assert [*gaps(comparison).items()] == [(label, gap) for _, _, label, gap in rows]
     assert comparison.differences == []
@@ -214,14 +214,14 @@ def test_loss_gap_uses_baseline_run_with_same_swept_values(tmp_path, case):
 
 def test_requested_baseline_is_the_row_without_overrides(tmp_path):
     rows = SWEPT["an override of a field is swept"]
-    runs = written(tmp_path, *((overrides, loss) for overrides, loss, _, _ in rows))
+    runs = loaded_runs(tmp_path, *((overrides, loss) for overrides, loss, _, _ in rows))
     assert [*gaps(compare(runs, FIXED)).values()] == [0.2, 0.1, -0.1, None, 0.3]
 
 
 def test_row_labels_omit_seeds_keys_without_effect_and_letters_of_groups():
     same = [("seed=0",), ("seed=1",), ("seed=1", "micro_batch_size=2")]
     longer = ("steps=40", "seq_len=64", "optim.lr=3e-3", "optim.warmup_steps=3")
-    configs = [config(words) for words in (*same, longer)]
+    configs = [run_config(words) for words in (*same, longer)]
     *short, whole = row_labels(configs)
     assert short == ["diff_v2 lr=0.002 warmup_steps=2 seq_len=32 steps=20"] * 3
     assert whole == "diff_v2 lr=0.003 warmup_steps=3 seq_len=64 steps=40"
@@ -238,7 +238,7 @@ def test_row_labels_omit_seeds_keys_without_effect_and_letters_of_groups():
 )
 def test_comparison_ignores_config_keys_without_effect_on_loss(tmp_path, variant, override):
     base = f"{variant} data=files data.paths=[text.txt]"
-    comparison = compare(written(tmp_path, (base, 4.0), (f"{base} seed=1 {override}", 4.1)))
+    comparison = compare(loaded_runs(tmp_path, (base, 4.0), (f"{base} seed=1 {override}", 4.1)))
     assert labels(comparison) == [variant]
     assert comparison.rows[0].loss.seeds == 2
     assert comparison.differences == []
@@ -248,7 +248,7 @@ def test_comparison_ignores_config_keys_without_effect_on_loss(tmp_path, variant
 
 
 def test_comparison_mentions_config_key_that_makes_runs_incomparable(tmp_path):
-    comparison = compare(written(tmp_path, ("standard", 4.0), ("diff_v2 optim=wsd", 3.0)))
+    comparison = compare(loaded_runs(tmp_path, ("standard", 4.0), ("diff_v2 optim=wsd", 3.0)))
     assert comparison.differences == ["optim.schedule"]
     assert labels(comparison) == ["standard schedule=cosine", "diff_v2 schedule=wsd"]
     assert [row.gap for row in comparison.rows] == [None, None]
@@ -263,7 +263,7 @@ def test_comparison_mentions_config_key_that_makes_runs_incomparable(tmp_path):
 def test_comparison_mentions_run_json_entry_that_makes_runs_incomparable(tmp_path, fact, text):
     facts = {fact: "0123456789abcdef"}
     runs = [("standard", 4.0), ("diff_v2", 3.0, facts), ("standard seed=1", 4.0, facts)]
-    comparison = compare(written(tmp_path, *runs))
+    comparison = compare(loaded_runs(tmp_path, *runs))
     assert list(comparison.differences) == [fact]
     (group,) = (group for group in comparison.groups if group.values[fact] == text)
     changed = f"{fact}={text}"
@@ -277,7 +277,7 @@ NONE = {"corpus": None, "tokenizer": None, "compute_dtype": None}
 def test_comparison_uses_data_config_if_run_json_lacks_corpus(tmp_path):
     other = f"gated {HUB} data.dataset=other/corpus"
     runs = [(f"standard {HUB}", 4.0, NONE), (f"gated {HUB}", 4.0, NONE), (other, 4.0, NONE)]
-    runs = written(tmp_path, *runs)
+    runs = loaded_runs(tmp_path, *runs)
     comparison = compare(runs[:2])
     assert comparison.differences == []
     assert comparison.rows[1].gap is not None
@@ -290,7 +290,7 @@ def test_comparison_uses_data_config_if_run_json_lacks_corpus(tmp_path):
 
 
 def test_comparison_computes_no_gap_if_one_run_json_is_empty(tmp_path):
-    runs = written(tmp_path, ("standard",), ("gated",), ("standard",), ("diff_v2",))
+    runs = loaded_runs(tmp_path, ("standard",), ("gated",), ("standard",), ("diff_v2",))
     standard, gated = runs[:2]
     unknown_standard, unknown_v2 = [replace(run, facts={}) for run in runs[2:]]
     comparison = compare([standard, gated, unknown_v2])
@@ -314,7 +314,7 @@ def test_runs_are_incomparable_if_heldout_token_counts_differ(tmp_path):
     runs = []
     for variant, count in zip(variants, counts, strict=True):
         runs.append((variant, 4.0, {"heldout_tokens": count}))
-    older, older_gated, standard, gated, longer = written(tmp_path, *runs)
+    older, older_gated, standard, gated, longer = loaded_runs(tmp_path, *runs)
     for pair in ([older, older_gated], [standard, gated]):
         comparison = compare(pair)
         assert comparison.differences == []
@@ -332,7 +332,7 @@ def test_runs_are_incomparable_if_heldout_token_counts_differ(tmp_path):
 
 def test_runs_are_comparable_if_eval_tokens_exceed_heldout_size(tmp_path):
     part = ("gated eval.tokens=900", 4.0, {"heldout_tokens": 1000})
-    whole, more, part = written(tmp_path, ("standard",), ("gated eval.tokens=1e7",), part)
+    whole, more, part = loaded_runs(tmp_path, ("standard",), ("gated eval.tokens=1e7",), part)
     assert compare([whole, more]).differences == []
     comparison = compare([whole, part])
     assert sorted(comparison.differences) == ["eval.tokens", "heldout_tokens"]
@@ -341,7 +341,7 @@ def test_runs_are_comparable_if_eval_tokens_exceed_heldout_size(tmp_path):
 
 def test_labels_of_runs_of_several_lengths_omit_eval_tokens_that_follow_from_length(tmp_path):
     runs = [(f"standard steps={n} eval.tokens=auto", 4.0, {"heldout_tokens": n}) for n in (20, 40)]
-    comparison = compare(written(tmp_path, *runs))
+    comparison = compare(loaded_runs(tmp_path, *runs))
     assert labels(comparison) == ["standard steps=20", "standard steps=40"]
     assert {"steps", "eval.tokens"} <= {*comparison.differences}
 
@@ -350,7 +350,7 @@ def test_labels_of_runs_of_several_lengths_omit_eval_tokens_that_follow_from_len
 def test_additional_runs_with_different_config_do_not_change_loss_gaps(tmp_path, override):
     runs = loaded(sweep(tmp_path / "a", {"standard": [4.0, 4.2], "diff_v2": [3.9, 4.0]}))
     others = [(f"{variant} {override} seed=7", 1.0) for variant in ("standard", "diff_v2")]
-    comparison = compare([*runs, *written(tmp_path, *others)])
+    comparison = compare([*runs, *loaded_runs(tmp_path, *others)])
     rows = [row for row in comparison.rows if row.loss.seeds == 2]
     expected = [(row.keys["attention"], row.loss, row.gap) for row in compare(runs).rows]
     assert [(row.keys["attention"], row.loss, row.gap) for row in rows] == expected
@@ -358,7 +358,7 @@ def test_additional_runs_with_different_config_do_not_change_loss_gaps(tmp_path,
 
 def test_long_row_label_is_shortened_to_group_letter_and_variant(tmp_path):
     many = "steps=40 seq_len=64 optim.lr=3e-3 optim.warmup_steps=3 model.dim=64"
-    runs = written(tmp_path, ("standard", 4.0), ("gated", 3.9), (f"standard {many}", 4.0))
+    runs = loaded_runs(tmp_path, ("standard", 4.0), ("gated", 3.9), (f"standard {many}", 4.0))
     comparison = compare(runs)
     assert labels(comparison) == ["A: standard", "A: gated", "B: standard"]
     assert comparison.groups[0].values.keys() == comparison.groups[1].values.keys()
@@ -393,7 +393,7 @@ def test_loss_gap_uses_only_seeds_common_to_variant_and_baseline(tmp_path):
     runs = []
     for variant, seeds in seeds_by_variant.items():
         runs += [(f"{variant} seed={seed}",) for seed in seeds]
-    comparison = compare(written(tmp_path, *runs))
+    comparison = compare(loaded_runs(tmp_path, *runs))
     assert row_of(comparison, "diff_v2").gap.seeds == 2
     assert row_of(comparison, "gated").gap is None
     assert notes_with(comparison, "gap of diff_v2 to standard uses only seed 1, 2", "seed 0, 5.")
@@ -403,7 +403,7 @@ def test_loss_gap_uses_only_seeds_common_to_variant_and_baseline(tmp_path):
 def test_loss_gap_compares_runs_with_equal_seed_and_init_seed(tmp_path):
     one = "model.init_seed=1"
     runs = [("standard", 4.0), (f"standard {one}", 5.0), ("gated", 3.9), (f"gated {one}", 4.9)]
-    comparison = compare(written(tmp_path, *runs))
+    comparison = compare(loaded_runs(tmp_path, *runs))
     assert labels(comparison) == ["standard", "gated"]
     gap = comparison.rows[1].gap
     assert (gap.mean, gap.low, gap.high, gap.seeds) == pytest.approx((-0.1, -0.1, -0.1, 2))
@@ -427,9 +427,9 @@ def test_comparison_uses_newest_finished_run_of_each_seed(tmp_path, newest):
 
 def test_note_about_different_parameter_counts_suggests_match_params_to(tmp_path):
     names = ("standard", "gated", "diff_v2")
-    runs = written(tmp_path, *((name,) for name in names))
+    runs = loaded_runs(tmp_path, *((name,) for name in names))
     comparison = compare(runs)
-    standard, gated, diff_v2 = (parameters((f"attention={name}", "seed=0")) for name in names)
+    standard, gated, diff_v2 = (parameter_count((f"attention={name}", "seed=0")) for name in names)
     for name, count in (("gated", gated), ("diff_v2", diff_v2)):
         excess = f"{name} has {100 * (count / standard - 1):.1f}% more parameters than standard"
         fix = f"model.match_params_to={name} makes runs of equal size"
@@ -442,7 +442,7 @@ def test_note_about_different_parameter_counts_suggests_match_params_to(tmp_path
 @pytest.mark.parametrize(("count", "notes"), [(1_005_000, 0), (1_005_100, 1), (994_900, 1)])
 def test_comparison_adds_note_if_parameter_counts_differ_above_tolerance(tmp_path, count, notes):
     counts = {"standard": 1_000_000, "gated": count}
-    runs = written(tmp_path, *((name, 4.0, {"parameters": n}) for name, n in counts.items()))
+    runs = loaded_runs(tmp_path, *((name, 4.0, {"parameters": n}) for name, n in counts.items()))
     assert len(compare(runs).notes) == notes
 
 
@@ -451,7 +451,7 @@ def test_comparison_adds_note_if_parameter_counts_differ_above_tolerance(tmp_pat
 )
 def test_comparison_computes_loss_gap_despite_different_hardware(tmp_path, facts, named):
     other = ("standard_sink compile=true", 4.0, facts | {"compiled": True})
-    comparison = compare(written(tmp_path, ("standard", 4.0, {"compiled": False}), other))
+    comparison = compare(loaded_runs(tmp_path, ("standard", 4.0, {"compiled": False}), other))
     assert comparison.differences == []
     assert comparison.rows[1].gap is not None
     (note,) = comparison.notes
@@ -482,7 +482,7 @@ def test_comparison_adds_note_on_damaged_lines_of_metrics_file(tmp_path):
 
 def test_report_csv_summarizes_each_metric_over_seeds(tmp_path):
     for seed in (0, 1):
-        lines = metric_lines(20, 256, 4.0)
+        lines = falling_lines(20, 256, 4.0)
         for line in lines:
             line["perf/mfu"] = 0.4 + seed / 10
             line["perf/tokens_per_s"] += 100 * seed
@@ -535,7 +535,7 @@ def test_report_csv_summarizes_each_metric_over_seeds(tmp_path):
 
 
 def test_by_layer_sorts_layers_by_number_if_model_has_over_99_layers(tmp_path):
-    lines = metric_lines(20, 256, 4.0, layers=103)
+    lines = falling_lines(20, 256, 4.0, layers=103)
     (run,) = loaded([write_run(tmp_path / "a", "attention=standard", lines=lines)])
     last = run.by_layer("hidden_kurtosis").values[-1]
     assert last.tolist() == pytest.approx([5.0 + layer for layer in range(103)])
@@ -544,8 +544,8 @@ def test_by_layer_sorts_layers_by_number_if_model_has_over_99_layers(tmp_path):
     assert math.isnan(run.by_layer("hidden_top1").values[0, 0])
 
 
-def test_report_csv_keeps_full_precision_of_numbers(four):
-    comparison = compare([run for run in four if run.variant in ("standard", "diff_v1")])
+def test_report_csv_keeps_full_precision_of_numbers(four_arms):
+    comparison = compare([run for run in four_arms if run.variant in ("standard", "diff_v1")])
     header, *lines = csv.reader(io.StringIO(csv_text(comparison.rows)))
     assert header == list(comparison.rows[0].values)
     for row, line in zip(comparison.rows, lines, strict=True):
@@ -560,7 +560,7 @@ def test_report_csv_keeps_full_precision_of_numbers(four):
 def test_runs_with_different_plugin_code_have_separate_rows(tmp_path):
     old, new = ({"plugin_code": {"own": version, "m": "x"}} for version in ("1a", "2b"))
     runs = [("standard", 4.0, old), ("gated", 3.9, old), ("standard", 4.2, new)]
-    comparison = compare(written(tmp_path, *runs, ("gated", 3.8, new)))
+    comparison = compare(loaded_runs(tmp_path, *runs, ("gated", 3.8, new)))
     assert comparison.differences == ["plugins"]
     assert gaps(comparison) == {
         "standard plugins=own@1a": None,

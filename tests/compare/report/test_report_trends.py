@@ -22,7 +22,7 @@ def gap_at(step, start, slope):
     return 1.0 if step == 1 else start + slope * math.log2(step / 2)
 
 
-def compared(tmp_path, start, slope, seeds=3, steps=(1, 2, 5, 10, 15, 20), diverged=()):
+def trend_comparison(tmp_path, start, slope, seeds=3, steps=(1, 2, 5, 10, 15, 20), diverged=()):
     """Return a comparison of standard and gated; slopes differ by NOISE between seeds."""
     for variant in ("standard", "gated"):
         for seed in range(seeds):
@@ -66,7 +66,7 @@ def sentence(comparison):
     ],
 )
 def test_trend_sentence_states_direction_of_loss_gap(tmp_path, start, slope, words):
-    trend = sentence(compared(tmp_path, start, slope))
+    trend = sentence(trend_comparison(tmp_path, start, slope))
     assert f"The gap of gated to standard {words} per token per doubling of tokens" in trend
     end = start + slope * math.log2(10)
     assert f"3 seeds), from {start:+.4f} to {end:+.4f} on a line" in trend
@@ -74,7 +74,7 @@ def test_trend_sentence_states_direction_of_loss_gap(tmp_path, start, slope, wor
 
 
 def test_report_contains_trend_slope_and_confidence_interval(tmp_path):
-    comparison = compared(tmp_path, -0.03, 0.008)
+    comparison = trend_comparison(tmp_path, -0.03, 0.008)
     standard, gated = csv_rows(comparison)
     assert float(gated["gap_trend"]) == pytest.approx(0.008)
     half = 4.302653 * 0.001 / math.sqrt(3)  # Student's t with 2 degrees of freedom
@@ -88,18 +88,18 @@ def test_report_contains_trend_slope_and_confidence_interval(tmp_path):
 
 
 def test_trend_slope_of_single_seed_has_no_confidence_interval(tmp_path):
-    trend = sentence(compared(tmp_path, -0.03, 0.008, seeds=1))
+    trend = sentence(trend_comparison(tmp_path, -0.03, 0.008, seeds=1))
     assert "moves: +0.0070 nats per token per doubling of tokens (no interval from one" in trend
 
 
 def test_trend_of_loss_gap_excludes_seed_with_diverged_run(tmp_path):
-    trend = sentence(compared(tmp_path, -0.03, 0.008, diverged=[2]))
+    trend = sentence(trend_comparison(tmp_path, -0.03, 0.008, diverged=[2]))
     assert "+0.0075 nats" in trend, "the mean of the first two seeds"
     assert "2 seeds" in trend
 
 
 def test_loss_gap_has_no_trend_if_runs_have_only_two_evaluations(tmp_path):
-    comparison = compared(tmp_path, -0.03, 0.008, steps=(1, 10, 20))
+    comparison = trend_comparison(tmp_path, -0.03, 0.008, steps=(1, 10, 20))
     assert comparison.rows[1].gap is not None
     assert comparison.rows[1].trend is None
     assert "per doubling" not in whole_text(comparison)
@@ -107,7 +107,7 @@ def test_loss_gap_has_no_trend_if_runs_have_only_two_evaluations(tmp_path):
 
 @pytest.mark.slow
 def test_report_describes_only_largest_trend_if_many_variants_exist():
-    comparison = sample.compared(sample.NINE, 2, n=40)
+    comparison = sample.comparison_of(sample.NINE, 2, n=40)
     assert sum(row.trend is not None for row in comparison.rows) == 8
     trend = sentence(comparison)
     assert trend.startswith(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs.written import config, write_run
+from runs.written import run_config, write_run
 
 from diffllm.compare.arms.run import Series, load_run
 from diffllm.compare.report import write_report
@@ -37,7 +37,7 @@ def every_step(seed: int, spike: int | None = SPIKE) -> np.ndarray:
     steps = STEPS
     rows = np.zeros(steps, STEP_DTYPE)
     rows["step"] = np.arange(1, steps + 1)
-    rows["tokens"] = rows["step"].astype(np.int64) * config(WORDS).global_batch_size * 32
+    rows["tokens"] = rows["step"].astype(np.int64) * run_config(WORDS).global_batch_size * 32
     fall = (1 + 40 * rows["step"] / steps) ** -0.5
     rows["train/loss"] = 4 + 5 * fall + rng.normal(0, 0.1, steps)
     rows["train/grad_norm"] = (0.3 + 5 * fall) * rng.lognormal(0, 0.1, steps)
@@ -48,7 +48,7 @@ def every_step(seed: int, spike: int | None = SPIKE) -> np.ndarray:
     return rows
 
 
-def write_events(run: Path, rows: np.ndarray) -> None:
+def write_training_events(run: Path, rows: np.ndarray) -> None:
     """Write events.jsonl as training does."""
     monitor, file = SpikeMonitor(), EventsFile(run / EVENTS)
     for row in rows:
@@ -60,7 +60,7 @@ def write_events(run: Path, rows: np.ndarray) -> None:
     file.close()
 
 
-def write(path: Path, seed: int, first_row: int = 1, spike: int = SPIKE) -> Path:
+def write_steps_run(path: Path, seed: int, first_row: int = 1, spike: int = SPIKE) -> Path:
     """Create a run whose steps.npy begins at step `first_row`.
 
     If it is 0, the run has only logged values, as of older versions.
@@ -76,7 +76,7 @@ def write(path: Path, seed: int, first_row: int = 1, spike: int = SPIKE) -> Path
         file = StepsFile(path / "steps.npy")
         file.append(rows[first_row - 1 :])
         file.close()
-        write_events(path, rows)
+        write_training_events(path, rows)
     return path
 
 
@@ -111,9 +111,9 @@ def test_reduced_curve_keeps_mean_extremes_and_step_of_highest_value(size):
 
 
 def test_marks_are_events_of_the_detrended_definition(tmp_path):
-    run, rows = write(tmp_path / "run", 0), every_step(0)
+    run, rows = write_steps_run(tmp_path / "run", 0), every_step(0)
     rows["train/loss"][99] = np.nan
-    write_events(run, rows)
+    write_training_events(run, rows)
     curves = run_curves(load_run(run)).curves
     tokens = rows["tokens"].tolist()
     expected = {
@@ -130,7 +130,7 @@ def test_marks_are_events_of_the_detrended_definition(tmp_path):
 @pytest.mark.parametrize("spike", [13, 23, 57, 121])
 def test_unmarked_excursion_extends_scale_or_is_named_in_caption(tmp_path, spike):
     """The scale ignores the first 40 steps; later steps are ignored only if they are marked."""
-    run = write(tmp_path / "run", 0, spike=spike)
+    run = write_steps_run(tmp_path / "run", 0, spike=spike)
     (run / EVENTS).write_text("", encoding="utf-8")
     svg, caption = figure(write_report([run])[0], "Training loss")
     assert "riangle" not in svg + caption
@@ -139,7 +139,9 @@ def test_unmarked_excursion_extends_scale_or_is_named_in_caption(tmp_path, spike
 
 
 def test_area_shows_unmarked_excursion_of_single_seed_after_end_of_other_seed(tmp_path):
-    marked = run_curves(load_run(write(tmp_path / "run", 0, spike=121))).curves["train/loss"]
+    marked = run_curves(load_run(write_steps_run(tmp_path / "run", 0, spike=121))).curves[
+        "train/loss"
+    ]
     curve = marked._replace(spikes=())
     short = type(curve)(*(column[:100] for column in curve))
     lines = [smoothed(Series(seed.tokens, seed.mean), 11) for seed in (curve, short)]
@@ -152,7 +154,7 @@ def test_area_shows_unmarked_excursion_of_single_seed_after_end_of_other_seed(tm
 
 
 def test_running_mean_of_loss_is_calm_at_spike(tmp_path):
-    curve = run_curves(load_run(write(tmp_path / "run", 0))).curves["train/loss"]
+    curve = run_curves(load_run(write_steps_run(tmp_path / "run", 0))).curves["train/loss"]
     line = line_without_spikes(curve)
     assert line.values == pytest.approx(every_step(0, spike=None)["train/loss"], abs=0.5)
     others = np.arange(1, STEPS + 1) != SPIKE
@@ -171,8 +173,8 @@ def test_spikes_over_stages_are_at_tokens_of_all_stages():
 def test_report_marks_spike_between_logged_steps_in_loss_and_gradient_norm(tmp_path):
     """One seed has steps.npy, one has none, and one has it since a resume at step 31."""
     for seed, first_row in enumerate((1, 0, 31)):
-        write(tmp_path / "runs" / f"{seed}", seed, first_row=first_row)
-        write(tmp_path / "logged" / f"{seed}", seed, first_row=0)
+        write_steps_run(tmp_path / "runs" / f"{seed}", seed, first_row=first_row)
+        write_steps_run(tmp_path / "logged" / f"{seed}", seed, first_row=0)
     page, table = write_report([tmp_path / "runs"])
     for title in ("Training loss", "Gradient norm"):
         svg, caption = figure(page, title)
@@ -201,7 +203,9 @@ def test_spike_above_axis_is_drawn_at_its_tokens_and_upper_edge():
 
 
 def test_resumed_run_of_older_version_shows_logged_steps_before_first_row(tmp_path):
-    curve = run_curves(load_run(write(tmp_path / "run", 0, first_row=31))).curves["train/loss"]
+    curve = run_curves(load_run(write_steps_run(tmp_path / "run", 0, first_row=31))).curves[
+        "train/loss"
+    ]
     rows = every_step(0)
     logged = [1, 10, 20, 30]
     assert curve.peak_steps.tolist() == [*logged, *range(31, STEPS + 1)]
@@ -224,7 +228,7 @@ INTEGERS = np.iinfo(np.int64)
     ],
 )
 def test_report_is_written_with_forged_values_in_steps_file(tmp_path, columns):
-    run, rows = write(tmp_path / "run", 0), every_step(0)
+    run, rows = write_steps_run(tmp_path / "run", 0), every_step(0)
     for name, values in columns.items():
         rows[name] = values
     np.save(run / "steps.npy", rows)
@@ -244,7 +248,7 @@ def test_report_is_written_with_forged_values_in_steps_file(tmp_path, columns):
     ],
 )
 def test_report_is_written_with_forged_or_damaged_events(tmp_path, capsys, changes, damaged):
-    run = write(tmp_path / "run", 0)
+    run = write_steps_run(tmp_path / "run", 0)
     event = {"kind": "loss_spike", "step": 9, "tokens": 9, "definition": "spikes_detrended"}
     lines = [json.dumps({**event, **changes}), json.dumps(event)]
     (run / EVENTS).write_text("\n".join([*lines, ""]), encoding="utf-8")
@@ -255,7 +259,7 @@ def test_report_is_written_with_forged_or_damaged_events(tmp_path, capsys, chang
 
 
 def test_report_with_damaged_steps_file_warns_and_shows_logged_steps(tmp_path, capsys):
-    run = write(tmp_path / "run", 0)
+    run = write_steps_run(tmp_path / "run", 0)
     (run / "steps.npy").write_bytes(b"no array")
     page, _ = write_report([run])
     assert f"warning: {run}/steps.npy" in capsys.readouterr().err

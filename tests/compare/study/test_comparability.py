@@ -58,13 +58,13 @@ WITHOUT_VALUE = {
 SIZES = {"parameters": 10_000, "flops_per_token": 60_000.0}
 
 
-def pair(*values):
+def comparands(*values):
     """Return the runs of two arms with these values of keys and facts."""
     return [Comparand(arm, 0, settings) for arm, settings in zip("ab", values, strict=True)]
 
 
 def pair_of_configs(*configs):
-    return pair(*(settings_of(cfg, chosen_rates=False) for cfg in configs))
+    return comparands(*(settings_of(cfg, chosen_rates=False) for cfg in configs))
 
 
 def undeclared_in(runs, allowed, **terms):
@@ -98,7 +98,7 @@ def test_study_does_not_start_if_arms_have_undeclared_config_difference(tmp_path
     check_study_runs(study_file(tmp_path / "declared.yaml", LOWER, **declared), tmp_path / "out", 1)
 
 
-def judged(tmp_path, unequal, override="", half=None, v2=None):
+def verdict_of_arms(tmp_path, unequal, override="", half=None, v2=None):
     arms = {"arms": two_arms(override), "baseline": "half", "unequal": f"[{', '.join(unequal)}]"}
     study, out = study_file(tmp_path / "study.yaml", LOWER, **arms), tmp_path / "out"
     write_arms(study, out, {"half": HALF}, **SIZES, **(half or {}))
@@ -110,11 +110,11 @@ def assert_condition(tmp_path, entry, text, **runs):
     """Assert that a difference between the arms must be declared by this entry of `unequal`."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-    refused = judged(tmp_path / "a", [], **runs)
+    refused = verdict_of_arms(tmp_path / "a", [], **runs)
     assert refused.verdict == "not comparable", refused.reasons
     assert refused.reasons[0].startswith(f"arms differ in {text}")
     assert refused.reasons[0].endswith(f"(if the study intends this, add {entry} to unequal)")
-    declared = judged(tmp_path / "b", [entry], **runs)
+    declared = verdict_of_arms(tmp_path / "b", [entry], **runs)
     assert declared.verdict == "shown", declared.reasons
     return declared
 
@@ -135,12 +135,12 @@ def test_undeclared_run_json_difference_makes_verdict_not_comparable(tmp_path, e
 
 
 def test_verdict_ignores_small_differences_of_parameters_and_flops(tmp_path):
-    verdict = judged(tmp_path, [], v2={"parameters": 10_050, "flops_per_token": 61_200.0})
+    verdict = verdict_of_arms(tmp_path, [], v2={"parameters": 10_050, "flops_per_token": 61_200.0})
     assert verdict.verdict == "shown", verdict.reasons
 
 
 def test_verdict_on_loss_shows_machine_differences_as_harmless(tmp_path):
-    verdict = judged(tmp_path, [], v2={"device": "NVIDIA H100", "ranks": 8})
+    verdict = verdict_of_arms(tmp_path, [], v2={"device": "NVIDIA H100", "ranks": 8})
     assert verdict.verdict == "shown", verdict.reasons
     page = verdict_page(verdict).markdown()
     line = (
@@ -173,7 +173,7 @@ def test_code_may_differ_between_seeds_but_not_between_arms(tmp_path):
 
 @pytest.mark.parametrize(("fact", "value"), [("device", "NVIDIA H100"), ("ranks", 8)])
 def test_machine_is_a_condition_of_metrics_of_time(fact, value):
-    runs = pair({fact: "other"}, {fact: value})
+    runs = comparands({fact: "other"}, {fact: value})
     assert undeclared_in(runs, []) == []
     assert f"add {fact} to unequal" in undeclared_in(runs, [], measures_time=True)[0]
     assert undeclared_in(runs, [fact], measures_time=True) == []
@@ -187,12 +187,12 @@ def test_key_that_only_one_arm_sets_is_a_condition():
 
 
 def test_hashes_with_equal_start_differ():
-    runs = pair({"corpus": "c0" * 30 + "1"}, {"corpus": "c0" * 30 + "2"})
+    runs = comparands({"corpus": "c0" * 30 + "1"}, {"corpus": "c0" * 30 + "2"})
     assert [difference.key for difference in differences(runs, Terms("study"))] == ["corpus"]
 
 
 def test_unknown_number_of_parameters_is_a_condition():
-    runs = pair({"parameters": 10_000}, {"parameters": None})
+    runs = comparands({"parameters": 10_000}, {"parameters": None})
     (problem,) = undeclared_in(runs, [])
     assert problem.startswith("arms differ in parameters: 10k in a; unknown in b (if the study")
 
@@ -210,7 +210,7 @@ def test_difference_in_key_is_refused_if_and_only_if_its_declaration_is_a_condit
     for name, declaration in declarations(cfg).items():
         value = settings.get(name)
         if value is not None and name != "resume":
-            runs = pair({name: value}, {name: f"{value}0"})
+            runs = comparands({name: value}, {name: f"{value}0"})
             refused |= {name} if undeclared_in(runs, []) else set()
             assert undeclared_in(runs, [name]) == []
             is_condition = role(name, declaration, Terms("study")) == "condition"

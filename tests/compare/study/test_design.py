@@ -10,7 +10,7 @@ POWER = "{gap: 0.025, sd: 0.014}"
 TASKS = {"metric": "tasks/mqar"}
 
 
-def written(tmp_path, rule, seeds, **more):
+def study_of_seeds(tmp_path, rule, seeds, **more):
     return study_file(tmp_path / "s.yaml", rule, **TWO_ARMS, seeds=f"{[*range(seeds)]}", **more)
 
 
@@ -73,7 +73,7 @@ def with_keys(rule, **keys):
 def test_study_does_not_start_if_rules_cannot_decide_claim(
     tmp_path, error_of, rule, seeds, more, message
 ):
-    study, out = written(tmp_path, rule, seeds, **more), tmp_path / "out"
+    study, out = study_of_seeds(tmp_path, rule, seeds, **more), tmp_path / "out"
     for words in (["--dry-run"], []):
         assert message in error_of("study", "run", study.path, f"out={out}", *words)
         assert not out.exists()
@@ -92,11 +92,13 @@ def test_study_does_not_start_if_rules_cannot_decide_claim(
     ],
 )
 def test_check_study_runs_accepts_valid_study_design(tmp_path, rule, seeds, more):
-    check_study_runs(written(tmp_path, **{"rule": rule, "seeds": seeds, **more}), tmp_path / "o", 1)
+    check_study_runs(
+        study_of_seeds(tmp_path, **{"rule": rule, "seeds": seeds, **more}), tmp_path / "o", 1
+    )
 
 
 def test_started_study_can_resume_if_alpha_is_too_large(tmp_path, output_of, error_of):
-    study, out = written(tmp_path, with_keys(LOWER, alpha=0.2), 3), tmp_path / "out"
+    study, out = study_of_seeds(tmp_path, with_keys(LOWER, alpha=0.2), 3), tmp_path / "out"
     write_arms(study, out, {"half": [4.40, 4.41, 4.39], "v2": [4.30, 4.312]})
     next_jobs(study, SweepDirectory(out, "study"), [])
     assert "would be: shown" in output_of("study", "verdict", study.path, f"out={out}")
@@ -125,7 +127,7 @@ def test_started_study_can_resume_if_alpha_is_too_large(tmp_path, output_of, err
 def test_dry_run_prints_note_if_exact_test_cannot_reach_significance(
     tmp_path, output_of, seeds, more, message
 ):
-    study = written(tmp_path, LOWER, seeds, **more)
+    study = study_of_seeds(tmp_path, LOWER, seeds, **more)
     output = output_of("study", "run", study.path, f"out={tmp_path / 'out'}", "--dry-run")
     notes = [line for line in output.splitlines() if line.startswith("note:")]
     assert len(notes) == (message is not None)

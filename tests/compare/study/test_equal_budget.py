@@ -84,7 +84,7 @@ def better_v2(flops, arm, seed):
     return (4.3 if arm == "v2" else 4.4) + 0.001 * seed**2 + 0.0005 * (arm == "v2") * seed
 
 
-def judged(study, loss_of=better_v2, **costs):
+def budget_verdict(study, loss_of=better_v2, **costs):
     """Write the runs of a study in a directory with the name of the study, and judge them."""
     out = study.path.with_suffix("")
     write_runs(study, out, loss_of, **costs)
@@ -136,7 +136,7 @@ def test_arms_with_one_loss_curve_over_flops_are_different_only_at_equal_tokens(
     for budget in ("flops", "tokens"):
         more = {**ARMS, "unequal": "[parameters, flops]", "budget": budget}
         study = study_file(tmp_path / f"{budget}.yaml", LOWER, **more)
-        verdicts[budget] = judged(study, one_curve)
+        verdicts[budget] = budget_verdict(study, one_curve)
     assert verdicts["tokens"].verdict == "shown", verdicts["tokens"].reasons
     assert verdicts["flops"].verdict == "underpowered", verdicts["flops"].reasons
     (gap,) = [tested.gap.mean for tested in verdicts["flops"].tested]
@@ -145,7 +145,7 @@ def test_arms_with_one_loss_curve_over_flops_are_different_only_at_equal_tokens(
 
 @pytest.mark.parametrize(("factor", "expected"), [(1.02, "shown"), (1.05, "not comparable")])
 def test_measured_flops_of_arms_must_agree(tmp_path, factor, expected):
-    verdict = judged(flops_study(tmp_path), flops_factor=factor)
+    verdict = budget_verdict(flops_study(tmp_path), flops_factor=factor)
     assert verdict.verdict == expected, verdict.reasons
     if expected == "not comparable":
         assert verdict.reasons == [
@@ -156,7 +156,7 @@ def test_measured_flops_of_arms_must_agree(tmp_path, factor, expected):
 
 def test_verdict_pages_and_values_contain_budget_and_costs(tmp_path):
     study = flops_study(tmp_path)
-    verdict = judged(study)
+    verdict = budget_verdict(study)
     assert verdict.verdict == "shown", verdict.reasons
     write_verdict(verdict, tmp_path)
     recomputed = judge_evidence(study, read_values(study, tmp_path / "values.json"))
@@ -169,7 +169,7 @@ def test_verdict_pages_and_values_contain_budget_and_costs(tmp_path):
 
 @pytest.mark.parametrize(("factor", "expected"), [(1.0, "shown"), (1.06, "not comparable")])
 def test_step_times_on_machine_of_the_profile_must_agree(tmp_path, factor, expected):
-    verdict = judged(seconds_study(tmp_path), seconds_factor=factor, **MACHINE)
+    verdict = budget_verdict(seconds_study(tmp_path), seconds_factor=factor, **MACHINE)
     assert verdict.verdict == expected, verdict.reasons
     text = verdict_page(verdict).markdown()
     machine = "GPU, 1 rank, 2 CPU threads per rank, float32, eager, torch 2.13.0"
@@ -182,7 +182,7 @@ def test_step_times_on_machine_of_the_profile_must_agree(tmp_path, factor, expec
 
 def test_profile_decides_if_runs_used_another_machine(tmp_path):
     facts = {**MACHINE, "device": "CPU"}
-    verdict = judged(seconds_study(tmp_path), seconds_factor=2, **facts)
+    verdict = budget_verdict(seconds_study(tmp_path), seconds_factor=2, **facts)
     assert verdict.verdict == "shown", verdict.reasons
     text = verdict_page(verdict).markdown()
     assert "used another machine (device CPU, not GPU). The machine of the profile decides" in text
@@ -190,7 +190,7 @@ def test_profile_decides_if_runs_used_another_machine(tmp_path):
 
 def test_seed_on_another_machine_does_not_end_the_check_of_other_seeds(tmp_path):
     study = seconds_study(tmp_path)
-    judged(study, seconds_factor=1.2, **MACHINE)
+    budget_verdict(study, seconds_factor=1.2, **MACHINE)
     for file in tmp_path.glob("study/*-seed0/run.json"):
         edit_text(file, "2.13.0", "2.13.1")
     verdict = judge(study, tmp_path / "study")
@@ -202,7 +202,7 @@ def test_seed_on_another_machine_does_not_end_the_check_of_other_seeds(tmp_path)
 
 def test_study_is_exploratory_if_its_profile_changed_after_the_runs(tmp_path):
     study = seconds_study(tmp_path)
-    assert judged(study, **MACHINE).verdict == "shown"
+    assert budget_verdict(study, **MACHINE).verdict == "shown"
     write_profile(tmp_path / "timing.json", {"standard": 0.1, "v2": 0.12})
     verdict = judge(load_study(study.path), tmp_path / "study")
     assert (verdict.verdict, verdict.would_be) == ("exploratory", "not comparable")

@@ -17,7 +17,7 @@ from diffllm.core.errors import CheckpointError
 from diffllm.evaluation.heldout import DocumentLosses
 
 
-def measured(study, out, documents=30, evaluations=20, left=0):
+def write_curves(study, out, documents=30, evaluations=20, left=0):
     """Write ended runs with curves of the loss and of a task, and with losses of documents.
 
     Args:
@@ -67,7 +67,7 @@ def test_verdict_from_values_json_equals_verdict_from_run_directories(
 ):
     keys = {"rule": LOWER, **TWO_ARMS, **KINDS[kind]}
     study, out = study_file(tmp_path / "study.yaml", **keys), tmp_path / "out"
-    measured(study, out, left=left)
+    write_curves(study, out, left=left)
     verdict = judge(study, out)
     assert (verdict.verdict == "exploratory") == bool(left)
     write_verdict(verdict, out)
@@ -93,7 +93,7 @@ def forty(tmp_path_factory):
     """A study of 40 runs, and its values.json."""
     root = tmp_path_factory.mktemp("forty")
     study = study_file(root / "study.yaml", LOWER, **TWO_ARMS, seeds=str([*range(20)]))
-    measured(study, root / "out", documents=60)
+    write_curves(study, root / "out", documents=60)
     write_verdict(judge(study, root / "out"), root / "out")
     return study, root / "out" / "values.json"
 

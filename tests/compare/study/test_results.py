@@ -41,7 +41,7 @@ def expected_of(place):
     return page.raw.expected(page.json)
 
 
-def run(root):
+def recompute_command(root):
     """Run the script on a directory of results."""
     command = [sys.executable, str(RESULTS / "recompute.py"), str(root)]
     return subprocess.run(command, capture_output=True, encoding="utf-8")
@@ -60,12 +60,12 @@ def assert_changed_digits_are_detected(text, spans, expectation):
 
 
 @pytest.fixture(scope="module")
-def expected():
+def expectations():
     return recompute.expectations(RESULTS)
 
 
 def test_numbers_on_result_pages_match_independent_recomputation(tmp_path):
-    result = run(RESULTS)
+    result = recompute_command(RESULTS)
     assert result.returncode == 0, result.stdout + result.stderr
     pages = [line.partition(":")[0] for line in result.stdout.splitlines()]
     assert pages == [*PAGES[1:], PAGES[0]]
@@ -74,15 +74,15 @@ def test_numbers_on_result_pages_match_independent_recomputation(tmp_path):
 
     copy = shutil.copytree(RESULTS, tmp_path / "results")
     edit_text(copy / "damping_2" / "verdict.md", "| v2 | 4.1782 |", "| v2 | 4.1783 |")
-    result = run(copy)
+    result = recompute_command(copy)
     assert result.returncode == 1
     assert "v2: 4.1783 on the page, 4.1782" in result.stdout
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_recomputation_detects_any_changed_digit_of_result_page(page, expected):
+def test_recomputation_detects_any_changed_digit_of_result_page(page, expectations):
     text = (RESULTS / page).read_text(encoding="utf-8")
-    expectation = expected[page]
+    expectation = expectations[page]
     assert not [*recompute.differences(text, expectation)]
     hidden = re.sub(r"`[^`]*`", lambda result: "." * len(result[0]), text)
     # in pages written by hand, recompute.py checks the rows of the table, and sentences by name
@@ -133,11 +133,11 @@ def test_changed_cell_of_results_page_is_found_and_written_again(tmp_path, monke
     assert page.read_text(encoding="utf-8") == text
 
 
-def test_recomputation_detects_every_changed_verdict_or_loss(tmp_path, expected):
+def test_recomputation_detects_every_changed_verdict_or_loss(tmp_path, expectations):
     name = "damping_2/verdict.md"
     text = (RESULTS / name).read_text(encoding="utf-8")
     shown = text.replace("half the context: shown", "half the context: refuted")
-    assert len([*recompute.differences(shown, expected[name])]) == 1
+    assert len([*recompute.differences(shown, expectations[name])]) == 1
     copy = shutil.copytree(RESULTS, tmp_path / "results")
     path = copy / "damping_2" / "verdict.json"
     numbers = read_json(path)

@@ -322,7 +322,7 @@ def test_holm_correction_of_exact_tests_excludes_log_rank_rules(tmp_path):
     assert tested.verdict == "not robust", tested.reason
 
 
-def documents(losses, texts, tokens):
+def document_losses(losses, texts, tokens):
     """Losses of a run on documents whose mean is the run's loss."""
     n = len(texts)
     return DocumentLosses(
@@ -331,14 +331,14 @@ def documents(losses, texts, tokens):
     )  # fmt: skip
 
 
-def with_documents(gaps, sd, n=24, seeds=8):
+def arms_with_documents(gaps, sd, n=24, seeds=8):
     """Return two arms whose gap varies by `sd` between documents and little between seeds."""
     of_texts, varying = np.random.default_rng(5).normal(0, 0.5, n), noise(n, sd, seed=6)
     varying -= varying.mean()
     half, v2 = 4 + noise(seeds), 4 + noise(seeds) + gaps + noise(seeds, 0.001, seed=2)
     return [
-        forged("v2", v2, documents=[documents(x, of_texts + varying, 100) for x in v2]),
-        forged("half", half, documents=[documents(x, of_texts, 100) for x in half]),
+        forged("v2", v2, documents=[document_losses(x, of_texts + varying, 100) for x in v2]),
+        forged("half", half, documents=[document_losses(x, of_texts, 100) for x in half]),
     ]
 
 
@@ -346,7 +346,7 @@ def with_documents(gaps, sd, n=24, seeds=8):
 @pytest.mark.parametrize("scale", ["linear", "log"])
 def test_bounds_of_loss_gap_include_error_over_documents(tmp_path, scale, seeds):
     for sd, verdict in ((0.2, "underpowered"), (0.01, "shown")):
-        arms = with_documents(-0.05, sd, seeds=seeds)
+        arms = arms_with_documents(-0.05, sd, seeds=seeds)
         if scale == "log":
             for arm in arms:
                 arm.seed_values.update({seed: math.log(x) for seed, x in arm.seed_values.items()})
@@ -361,14 +361,14 @@ def test_bounds_of_loss_gap_include_error_over_documents(tmp_path, scale, seeds)
 
 
 def test_clear_gap_in_eight_rules_is_shown_over_documents(tmp_path):
-    arms = with_documents(-0.5, 0.1, n=200)
+    arms = arms_with_documents(-0.5, 0.1, n=200)
     tested = decided(tmp_path, [LOWER] * 8, arms)
     assert [each.verdict for each in tested] == ["shown"] * 8
 
 
 def test_equivalence_is_underpowered_if_gap_varies_between_documents(tmp_path):
     for sd, verdict in ((0.005, "equivalent"), (0.2, "underpowered")):
-        (tested,) = decided(tmp_path, ALIKE, with_documents(0.0, sd))
+        (tested,) = decided(tmp_path, ALIKE, arms_with_documents(0.0, sd))
         assert tested.verdict == verdict
         low, high = tested.bounds
         assert (low > -0.02 and high < 0.02) == (verdict == "equivalent")
@@ -382,7 +382,7 @@ def test_equivalence_is_underpowered_if_gap_varies_between_documents(tmp_path):
     ],
 )
 def test_bounds_omit_different_or_missing_documents(tmp_path, reason, lacks_losses):
-    v2, half = with_documents(-0.1, 0.2, seeds=9)
+    v2, half = arms_with_documents(-0.1, 0.2, seeds=9)
     for i, run in enumerate(half.runs):
         texts = replace(run.texts, texts=[number + 1 for number in run.texts.texts])
         if not lacks_losses:

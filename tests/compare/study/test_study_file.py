@@ -27,19 +27,19 @@ rule: {kind: difference, arm: v2, against: half, below: 0.0, alpha: 0.05}
 """
 
 
-def written(tmp_path: Path, text: str) -> Path:
+def write_study(tmp_path: Path, text: str) -> Path:
     path = tmp_path / "study.yaml"
     path.write_text(text, encoding="utf-8")
     return path
 
 
 def test_load_study_parses_numbers_in_scientific_notation_without_decimal_point(tmp_path):
-    study = load_study(written(tmp_path, GOOD))
+    study = load_study(write_study(tmp_path, GOOD))
     assert study.lr.grid == [1e-3, 2e-3, 4e-3]  # text in YAML 1.1
     assert study.rule.statement(study.metric) == (
         "heldout_loss of v2 minus that of half is below 0 (one-sided, alpha 0.05)"
     )
-    assert load_study(written(tmp_path, GOOD + "\n# later\n")).hash != study.hash
+    assert load_study(write_study(tmp_path, GOOD + "\n# later\n")).hash != study.hash
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_load_study_parses_numbers_in_scientific_notation_without_decimal_point(
     ],
 )
 def test_limits_of_metric_follow_from_its_unit(tmp_path, metric, scale, limits):
-    study = replace(load_study(written(tmp_path, GOOD)), metric=metric, scale=scale)
+    study = replace(load_study(write_study(tmp_path, GOOD)), metric=metric, scale=scale)
     assert study.limits == limits
 
 
@@ -138,7 +138,7 @@ RATE_SEEDS, V2 = "seeds: [100, 101]", "v2: [attention=diff_v2]"
 def test_error_about_invalid_study_file_mentions_the_invalid_key(tmp_path, old, new, message):
     assert old in GOOD
     with pytest.raises(ConfigError) as caught:
-        load_study(written(tmp_path, GOOD.replace(old, new, 1)))
+        load_study(write_study(tmp_path, GOOD.replace(old, new, 1)))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -146,7 +146,7 @@ def test_error_about_invalid_study_file_mentions_the_invalid_key(tmp_path, old, 
 @pytest.mark.parametrize("text", ["", "[]", "\x00"])
 def test_load_study_raises_for_file_that_is_not_a_mapping(tmp_path, text):
     with pytest.raises(ConfigError, match=r"study\.yaml(:| must| is not YAML)"):
-        load_study(written(tmp_path, text))
+        load_study(write_study(tmp_path, text))
 
 
 @pytest.mark.parametrize(
@@ -169,20 +169,20 @@ def test_load_study_raises_for_file_that_is_not_a_mapping(tmp_path, text):
 def test_study_command_prints_one_error_line_for_wrong_arguments(
     workplace, error_of, words, message
 ):
-    path = written(workplace, GOOD)
+    path = write_study(workplace, GOOD)
     error = error_of("study", *(word.format(path=path) for word in words))
     assert message.format(path=path) in error
 
 
 def test_error_about_invalid_config_of_arm_mentions_the_arm(tmp_path, error_of):
-    path = written(tmp_path, GOOD.replace("context_scale=0.5", "context_scale=-1"))
+    path = write_study(tmp_path, GOOD.replace("context_scale=0.5", "context_scale=-1"))
     assert "arm half: model.attention.context_scale=-1" in error_of(
         "study", "run", path, f"out={tmp_path / 'o'}", "--dry-run"
     )
 
 
 def test_group_of_study_run_is_arm_with_learning_rate_if_arm_has_several(tmp_path):
-    study = load_study(written(tmp_path, GOOD))
+    study = load_study(write_study(tmp_path, GOOD))
     assert group_of(rate_run(study, "v2", 100, 2e-3), study) == "v2 lr=0.002"
     (chosen,) = deciding_runs(study, "v2", 0, 2e-3)
     assert group_of(chosen, study) == "v2"

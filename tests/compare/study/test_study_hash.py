@@ -16,20 +16,20 @@ LOSSES = {"half": [4.40, 4.41, 4.39], "v2": [4.30, 4.312, 4.289]}
 
 
 @pytest.fixture
-def written(tmp_path):
+def ended_study(tmp_path):
     """A study whose runs have ended, and their directory."""
     study = study_file(tmp_path / "study.yaml", LOWER, **TWO_ARMS)
     write_arms(study, tmp_path / "out", LOSSES)
     return study, tmp_path / "out"
 
 
-def edit(out, old, new, names="*"):
+def edit_configs(out, old, new, names="*"):
     for file in out.glob(f"{names}/config.yaml"):
         edit_text(file, old, new)
 
 
-def test_all_runs_and_verdict_store_same_study_hash(written):
-    study, out = written
+def test_all_runs_and_verdict_store_same_study_hash(ended_study):
+    study, out = ended_study
     numbers = judge(study, out).numbers()
     marks = {load_run_config(path).run.study for path in out.iterdir()}
     assert {mark.partition("/")[0] for mark in marks} == {numbers["study_hash"]}
@@ -50,17 +50,19 @@ def test_planned_hash_of_committed_study_keeps_its_value(name, prefix):
     assert study_hash(study, planned_digests(study)).startswith(prefix)
 
 
-def test_verdict_is_exploratory_if_runs_have_only_hash_of_study_file(written):
-    study, out = written
-    edit(out, judge(study, out).numbers()["study_hash"], study.hash)
+def test_verdict_is_exploratory_if_runs_have_only_hash_of_study_file(ended_study):
+    study, out = ended_study
+    edit_configs(out, judge(study, out).numbers()["study_hash"], study.hash)
     verdict = judge(study, out)
     assert (verdict.verdict, verdict.would_be) == ("exploratory", "shown")
 
 
-def test_new_config_key_with_default_value_does_not_change_study_hash(written):
-    study, out = written
+def test_new_config_key_with_default_value_does_not_change_study_hash(ended_study):
+    study, out = ended_study
     before = judge(study, out).numbers()["study_hash"]
-    edit(out, "  clip_norm: 1.0\n", "")  # as if an older version without the key had written it
+    edit_configs(
+        out, "  clip_norm: 1.0\n", ""
+    )  # as if an older version without the key had written it
     verdict = judge(study, out)
     assert verdict.verdict == "shown", verdict.reasons
     assert verdict.numbers()["study_hash"] == before
@@ -73,9 +75,9 @@ def test_new_config_key_with_default_value_does_not_change_study_hash(written):
         ("clip_norm: 1.0", "clip_norm: 2.0", "optim.clip_norm is 2.0, not 1.0"),
     ],
 )
-def test_verdict_is_exploratory_if_config_of_run_differs_from_study(written, old, new, message):
-    study, out = written
-    edit(out, old, new, "v2-seed[12]")
+def test_verdict_is_exploratory_if_config_of_run_differs_from_study(ended_study, old, new, message):
+    study, out = ended_study
+    edit_configs(out, old, new, "v2-seed[12]")
     verdict = judge(study, out)
     assert (verdict.verdict, verdict.would_be) == ("exploratory", "not comparable")
     reason = f"v2-seed1 is not the run of the study: {message}; runs that differ from the study: 2"

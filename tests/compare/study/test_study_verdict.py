@@ -213,21 +213,21 @@ def test_study_tunes_learning_rate_with_separate_seeds(tmp_path):
     assert all("steps=10" not in run.words for run in deciding)
 
 
-def chosen(study, arm, out):
+def chosen_rate(study, arm, out):
     return next(choice for choice in choose_rates(study, rate_runs(out)) if choice.arm == arm)
 
 
 def test_learning_rate_grid_is_extended_if_best_rate_is_smallest_or_largest(tmp_path):
     study, out = study_file(tmp_path / "study.yaml", LOWER, lr=RATES), tmp_path / "out"
     write_rates(study, out, "v2", {0.001: 4.8, 0.002: 4.9, 0.004: 5.0})
-    assert [run.lr for run in chosen(study, "v2", out).remaining] == [0.0005]
+    assert [run.lr for run in chosen_rate(study, "v2", out).remaining] == [0.0005]
     write_rates(study, out, "v2", {0.0005: 4.85})
-    assert chosen(study, "v2", out).lr == 0.001
+    assert chosen_rate(study, "v2", out).lr == 0.001
     write_rates(study, out, "half", {0.001: 5.0, 0.002: 4.9, 0.004: 4.8, 0.008: 4.7})
-    verdict = chosen(study, "half", out)
+    verdict = chosen_rate(study, "half", out)
     assert (verdict.lr, verdict.problem) == (0.008, "the best is the largest of the grid")
     write_rates(study, out, "standard", {0.001: NAN, 0.002: NAN, 0.004: NAN})
-    assert chosen(study, "standard", out).problem == "every learning rate diverged"
+    assert chosen_rate(study, "standard", out).problem == "every learning rate diverged"
 
 
 @pytest.mark.parametrize("change", ["config", "corpus"])

@@ -197,7 +197,7 @@ def test_trend_of_times_requires_equal_speed_keys_in_all_arms(tmp_path):
 # From runs on disk
 
 
-def written(tmp_path, rule, **more):
+def shrinking_gap_study(tmp_path, rule, **more):
     """Runs whose gap starts at -0.04 and shrinks by 0.01 per doubling from step 5 on."""
     study = study_file(tmp_path / "study.yaml", rule, seeds="[0, 1, 2, 3, 4]", **more)
     losses = {"standard": [4.0] * 5, "half": [4.0] * 5, "v2": [3.98] * 5}
@@ -217,7 +217,7 @@ def written(tmp_path, rule, **more):
 
 
 def test_verdict_page_describes_trend_of_loss_gap_at_equal_tokens(tmp_path):
-    found = judge(written(tmp_path, LOWER), tmp_path / "out")
+    found = judge(shrinking_gap_study(tmp_path, LOWER), tmp_path / "out")
     half = 2.776445 * np.std(NOISE, ddof=1) / math.sqrt(5)
     said = (
         "The gap of v2 to half shrinks: +0.010 nats per token per doubling of tokens (95% interval "
@@ -234,7 +234,7 @@ def test_verdict_page_describes_trend_of_loss_gap_at_equal_tokens(tmp_path):
 
 
 def test_metric_by_position_is_read_from_evaluation_of_last_step(tmp_path):
-    study, out = written(tmp_path, LOWER, metric="position/4"), tmp_path / "out"
+    study, out = shrinking_gap_study(tmp_path, LOWER, metric="position/4"), tmp_path / "out"
     for name in ("standard", "half", "v2"):
         for seed, noise in enumerate(NOISE):
             slope = (name == "v2") * (-0.01 + noise)
@@ -271,7 +271,7 @@ def test_metric_by_position_is_read_from_evaluation_of_last_step(tmp_path):
 
 
 def test_metric_by_position_needs_documents_of_this_length(tmp_path):
-    study, out = written(tmp_path, LOWER, metric="position/64"), tmp_path / "out"
+    study, out = shrinking_gap_study(tmp_path, LOWER, metric="position/64"), tmp_path / "out"
     for name in ("standard", "half", "v2"):
         for seed in range(5):
             file = results_of(out / f"{name}-seed{seed}", 20) / "position.jsonl"

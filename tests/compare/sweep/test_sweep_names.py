@@ -15,7 +15,7 @@ from diffllm.core.files import read_json
 from diffllm.training.directory import RUN_NAME
 
 
-def names(*words: str) -> list[str]:
+def run_names_of(*words: str) -> list[str]:
     overrides, _ = split_overrides(["model=tiny", *words])
     keys = keys_of_sweep(overrides)
     run_names = [name_run(load_config(job), keys) for job in combinations(overrides)]
@@ -42,11 +42,11 @@ def names(*words: str) -> list[str]:
 def test_run_names_depend_on_values_and_not_on_their_spelling(
     words: list[str], expected: list[str]
 ) -> None:
-    assert names(*words) == expected
+    assert run_names_of(*words) == expected
 
 
 def test_run_names_differ_for_different_data_paths() -> None:
-    run_names = names("data=files", "data.paths=[/a/b.txt],[/a_b.txt],[b.txt],[b.txt,c.txt]")
+    run_names = run_names_of("data=files", "data.paths=[/a/b.txt],[/a_b.txt],[b.txt],[b.txt,c.txt]")
     assert len(set(run_names)) == 4
     assert re.fullmatch(r"paths_a_b.txt-\w{6}", run_names[0])
     assert run_names[2] == "paths_b.txt"

@@ -266,7 +266,7 @@ def test_recorded_run_with_invalid_config_does_not_stop_other_runs():
 # Outcomes
 
 
-def job(path: Path, number: int = 1) -> Job:
+def planned_job(path: Path, number: int = 1) -> Job:
     return Job(number, 2, path.name, str(path), 10, 1e9, [], False)
 
 
@@ -281,7 +281,7 @@ def test_sweep_output_contains_loss_or_error_of_each_run(
         "failed": Ending("failed", "exit status 1: OSError: no", 0.0),
     }
     names = ("done", "diverged", "stopped", "failed")
-    jobs = [job(Path("s", name), number) for number, name in enumerate(names, 1)]
+    jobs = [planned_job(Path("s", name), number) for number, name in enumerate(names, 1)]
     assert print_outcomes(jobs[:3], endings, SweepDirectory(Path("s"))) == 0
     capsys.readouterr()
     assert print_outcomes(jobs, endings, SweepDirectory(Path("s"))) == 1
@@ -316,11 +316,11 @@ def test_job_process_without_summary_is_stopped_or_failed_by_exit_code(
     fake = workplace / "python"
     write_script(fake, f"#!/bin/sh\nexit {code}\n")
     monkeypatch.setattr(sys, "executable", str(fake))
-    assert JobProcess(job(Path("s/seed0"))).wait().state == state
+    assert JobProcess(planned_job(Path("s/seed0"))).wait().state == state
 
 
 def test_eta_scales_measured_seconds_by_remaining_training_flops() -> None:
-    finished, begun = job(Path("s/finished")), job(Path("s/begun"), 2)
+    finished, begun = planned_job(Path("s/finished")), planned_job(Path("s/begun"), 2)
     for path, step in ((finished.path, 10), (begun.path, 4)):
         checkpoint = Path(path, "checkpoints", f"step-{step:08d}")
         checkpoint.mkdir(parents=True)
@@ -328,7 +328,7 @@ def test_eta_scales_measured_seconds_by_remaining_training_flops() -> None:
     write_summary(Path(finished.path), seconds=20.0, steps=10)
     pace = Pace.of_summaries([finished])
     assert (pace.seconds, pace.flops) == (20.0, 10 * finished.flops_of_step)
-    other = replace(job(Path("s/other")), flops_of_step=3 * finished.flops_of_step)
+    other = replace(planned_job(Path("s/other")), flops_of_step=3 * finished.flops_of_step)
     seconds = 2 * 6 + 3 * 2 * 10
     assert pace.eta([begun, other]).startswith(f"2 runs left, ETA 1:{seconds - 60:02d} ")
     assert Pace().eta([other]) == ""
@@ -443,7 +443,7 @@ def test_interrupted_sweep_prints_whether_jobs_stay_in_queue(kind, message, monk
 
     monkeypatch.setattr(ClusterLauncher, "submit", interrupted)
     stopped, _ = ClusterLauncher(kind, [], {}).run(
-        [job(Path("s/seed0"))], SweepDirectory(Path("s"))
+        [planned_job(Path("s/seed0"))], SweepDirectory(Path("s"))
     )
     assert stopped == signal.SIGINT
     assert capfd.readouterr().err.startswith(message)
