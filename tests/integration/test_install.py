@@ -62,8 +62,8 @@ def test_installed_wheel_contains_config_and_runs_commands(tmp_path: Path) -> No
     swept = stdout_of([*module, "train", "-m", "seed=0,1", *words, "run.sweep=two"], elsewhere, env)
     assert "comparison outputs/two/report.html" in swept
     script = target / "bin" / "diffllm"
-    generated = stdout_of([sys.executable, "-P", str(script), "generate", "run=outputs/one", "prompt=a"],
-                    elsewhere, env)  # fmt: skip
+    command = [sys.executable, "-P", str(script), "generate", "run=outputs/one", "prompt=a"]
+    generated = stdout_of(command, elsewhere, env)
     assert generated.startswith("a")
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     ranks = stdout_of([sys.executable, "-P", *launcher, "-m", "diffllm", "train", *words,

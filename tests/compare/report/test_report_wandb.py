@@ -186,7 +186,8 @@ def test_gaps_are_written_with_warning_if_sweep_cannot_store_their_id(offline_sw
     output, errors = capsys.readouterr()
     assert f"gaps over tokens: {offline_sweep / 'wandb'}" in output
     warnings = [line for line in errors.splitlines() if "warning: later" in line]
-    message = f"will write another wandb run with the gaps: cannot write {offline_sweep / COMPARISON_ID}: "
+    file = offline_sweep / COMPARISON_ID
+    message = f"will write another wandb run with the gaps: cannot write {file}: "
     assert [message in line for line in warnings] == [True, True]
 
 
