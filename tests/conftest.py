@@ -111,13 +111,16 @@ def wandb_server() -> Iterator[Any]:
 
 @pytest.fixture
 def output_of(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Return a function that runs a `diffllm` command to exit code 0 and returns its stdout."""
+    """Return a function that runs a `diffllm` command to exit code 0 and returns its stdout.
 
-    def run(*words: object) -> str:
+    With `quiet`, the command must also print nothing to stderr.
+    """
+
+    def run(*words: object, quiet: bool = False) -> str:
         capsys.readouterr()
         assert main([str(word) for word in words]) == 0
         out, err = capsys.readouterr()
-        assert err == ""
+        assert not (quiet and err), err
         return out
 
     return run

@@ -142,8 +142,8 @@ def test_override_error_omits_secret_value(word, key):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [["-m", "seed=0,1"], []])
-def test_train_command_leaks_no_secret_from_overrides(tmp_path, secret_environment, training_words):
-    given = train_command([*training_words, f"wandb.api_key={SECRET}"])
+def test_train_command_leaks_no_secret_from_overrides(tmp_path, secret_environment, words):
+    given = train_command([*words, f"wandb.api_key={SECRET}"])
     output = output_without_secrets(given, tmp_path, secret_environment, 2)
     assert output.startswith("error: wandb.api_key: set secrets in the environment")
 

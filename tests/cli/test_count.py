@@ -227,12 +227,14 @@ def test_count_command_json_output_describes_parameter_matching(
 
 def test_count_command_compares_other_variants_with_first_variant(output_of, snapshot):
     words = ("--compare=standard_sink,diff_v2", "model=tiny", "model.match_params_to=diff_v2")
-    assert output_of("count", *words) == snapshot
+    assert output_of("count", *words, quiet=True) == snapshot
 
 
 def test_count_command_json_output_contains_counts_of_compared_variants(output_of):
     overrides = ["model=tiny", "model.match_params_to=gated"]
-    given = json.loads(output_of("count", *overrides, "--compare", "standard,diff_v2", "--json"))
+    given = json.loads(
+        output_of("count", *overrides, "--compare", "standard,diff_v2", "--json", quiet=True)
+    )
     assert list(given) == ["standard", "diff_v2"]
     for name, counts in given.items():
         assert counts == count(load_config([f"attention={name}", *overrides]))

@@ -31,10 +31,6 @@ def gap_between(candidate, base, candidate_documents=None, base_documents=None, 
     return arm_gap(candidate_arm, DocumentedArm("base", base, base_documents or {}), is_log)
 
 
-def by_seed(values):
-    return dict(enumerate(values))
-
-
 def losses_of_documents(seeds, gap, seed=0):
     """Return the values of runs by seed, and the losses of documents with these means."""
     rng = np.random.default_rng(seed)
@@ -46,7 +42,7 @@ def losses_of_documents(seeds, gap, seed=0):
 
 
 def test_p_value_is_1_if_better_arm_diverges_more_often():
-    base = by_seed([4.0, 4.1, 4.2, 4.15])
+    base = dict(enumerate([4.0, 4.1, 4.2, 4.15]))
     better = {0: 3.5, 1: 3.61, 2: 3.7, 3: None}
     gap = gap_between(better, base)
     assert gap.paired.seeds == 3
@@ -67,10 +63,10 @@ def test_p_value_is_1_if_better_arm_diverges_more_often():
 
 
 def test_only_divergence_is_tested_if_all_runs_of_one_arm_diverge():
-    gap = gap_between({0: None, 1: None, 2: None}, by_seed([4.0, 4.1, 4.2]))
+    gap = gap_between({0: None, 1: None, 2: None}, dict(enumerate([4.0, 4.1, 4.2])))
     assert gap.paired is gap.welch is gap.correlation is gap.p is None
     assert gap.p_diverged == pytest.approx(0.1)
-    assert gap_between(by_seed([4.0] * 3), by_seed([4.1] * 5)).p_diverged == 1
+    assert gap_between(dict(enumerate([4.0] * 3)), dict(enumerate([4.1] * 5))).p_diverged == 1
 
 
 @pytest.mark.parametrize("is_log", [False, True])

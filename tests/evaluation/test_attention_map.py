@@ -85,7 +85,7 @@ def png_size(path: Path):
 )
 def test_attention_map_command_writes_figure_and_prints_table(make_short_run, output_of, variant):
     run = make_short_run(variant)
-    out = output_of("attention-map", f"run={run}", "prompt=def f(x):\n", "layer=1")
+    out = output_of("attention-map", f"run={run}", "prompt=def f(x):\n", "layer=1", quiet=True)
     *_, path_line = out.splitlines()
     (figure,) = run.glob("attention-map-layer01-def-f-x-*.png")
     assert path_line == f"figure: {figure}"

@@ -96,16 +96,12 @@ def test_failure_of_one_rank_prints_only_one_traceback(corpus, tmp_path):
     assert "Traceback" not in Path(run.said[0]).read_text(encoding="utf-8")
 
 
-def is_stopped(pid: int) -> bool:
-    return state_of(pid) == "T"
-
-
 @SLOW
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_signal_stops_rank_that_waits_for_frozen_rank(corpus, tmp_path, frozen):
     directory = tmp_path / "run"
     with ranks(corpus, directory, Fault("freeze", frozen, 8), "distributed.timeout=3000") as run:
-        run.wait_for(lambda: is_stopped(run.processes[frozen].pid), "frozen rank")
+        run.wait_for(lambda: state_of(run.processes[frozen].pid) == "T", "frozen rank")
         run.signal(signal.SIGTERM, 1 - frozen)
         error = error_of_ranks(run, frozen)
     assert f"rank {frozen} is missing" in error

@@ -18,15 +18,9 @@ from diffllm.training.run_directory import RunDirectory
 
 
 @pytest.fixture
-def environment_without_wandb(
-    environment_without_wandb: dict[str, str], tmp_path: Path
-) -> dict[str, str]:
+def environment_without_wandb(environment: dict[str, str], tmp_path: Path) -> dict[str, str]:
     """Return the environment of commands without variables of wandb."""
-    others = {
-        name: value
-        for name, value in environment_without_wandb.items()
-        if not name.startswith("WANDB_")
-    }
+    others = {name: value for name, value in environment.items() if not name.startswith("WANDB_")}
     return others | {"HOME": str(tmp_path), "WANDB_ERROR_REPORTING": "false"}
 
 

@@ -54,13 +54,9 @@ def without_times(line: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in line.items() if not name.startswith(("_", *PERF))}
 
 
-def stored_steps(run: StoredRun) -> list[int]:
-    return [line["step"] for line in run.history]
-
-
 def assert_unfinished(stored: StoredRun, step: int) -> None:
     """Check that a run which was killed before `step` has the uploaded steps once."""
-    steps = stored_steps(stored)
+    steps = [line["step"] for line in stored.history]
     assert steps in ([*range(1, step - 1)], [*range(1, step)])
 
 

@@ -134,17 +134,12 @@ def test_close_method_prints_number_of_unwritten_metrics_lines(tmp_path, monkeyp
 NAMES = [metric.name for metric in METRICS]
 
 
-def has_total(metric):
-    """Return whether the table has a total of a metric, such as eval/loss for eval/loss/*."""
-    return metric.name.endswith("/*") and metric.quantity in NAMES
-
-
 def test_each_metric_name_matches_exactly_one_metric_definition():
     for metric in METRICS:
         for name in examples(metric.name):
             assert metric_of(name) is metric
             assert [other for other in METRICS if other.covers(name)] == [metric]
-        if not has_total(metric):
+        if not (metric.name.endswith("/*") and metric.quantity in NAMES):
             assert metric_of(metric.quantity) is metric
 
 

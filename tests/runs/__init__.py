@@ -5,5 +5,5 @@
 - `ranks`: call a function on several ranks over gloo.
 - `written`: write run directories without training.
 
-`json_files` reads and writes JSON files.
+`json_files` reads and writes JSON files; `models` builds small models.
 """

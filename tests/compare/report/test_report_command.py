@@ -57,7 +57,7 @@ def test_report_directory_and_title_are_derived_from_run_paths(
     two_sweeps, output_of, words, home, title, found
 ):
     before = files(two_sweeps)
-    out = output_of("report", *words)
+    out = output_of("report", *words, quiet=True)
     html, table = (str(Path(home, name)) for name in ("report.html", "report.csv"))
     assert files(two_sweeps) - before == {html, table}
     assert out.splitlines()[-2:] == [html, table]
@@ -184,7 +184,7 @@ def test_failed_write_of_report_keeps_existing_report_files(two_sweeps, monkeypa
 )
 def test_report_contains_note_about_each_damaged_run(two_sweeps, output_of, name, text):
     Path("cmp1/standard-seed1", name).write_text(text, encoding="utf-8")
-    out = output_of("report", "cmp1")
+    out = output_of("report", "cmp1", quiet=True)
     notes = [line for line in out.splitlines() if line.startswith("note: cmp1/standard-seed1 is")]
     assert len(notes) == 1
     assert name in notes[0]
