@@ -85,6 +85,7 @@ DAMAGES: dict[str, list[tuple[Damage, str]]] = {
     ],
     "steps.npy": [
         (content("step,loss\n"), "steps.npy"),
+        (content(b"\x93NUMPY\x01\0\x10\0{'descr': [('a'\0"), "is not a steps.npy: "),
         (array(np.zeros(3)), "has other columns"),
         (array(np.array([{}], dtype=object)), "has other columns"),
         (array(steps(4, 3)), "its steps do not increase"),
