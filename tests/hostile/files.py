@@ -60,12 +60,17 @@ def read_results(run: Path) -> Any:
 
 
 def read_checkpoint(run: Path) -> Any:
-    """Return the manifest, the state and a tensor of the newest checkpoint."""
+    """Return the manifest and the state of the newest checkpoint, and the bytes of all files.
+
+    The bytes show damage of tensors that this function does not load. The manifest has no bytes,
+    because its white space can change.
+    """
     path, norm = run / STEP, torch.empty(32)
     if problems := faults(path):
         raise CheckpointError(f"{path}: {'; '.join(problems)}")
     load_tensors(path, {"model.norm.weight": norm}, no_dist=True)
-    return read_manifest(path), read_state(path), norm.tolist()
+    files = [file for file in path.iterdir() if file.name != "manifest.json"]
+    return read_manifest(path), read_state(path), {file: file.read_bytes() for file in files}
 
 
 def tokens_directory(place: Path) -> Path:
@@ -98,6 +103,8 @@ def read_imported(name: str) -> Callable[[Path], Any]:
 def read_model(place: Path) -> dict[str, Any]:
     """Return the shapes of all tensors, which must fit the config."""
     directory = ModelDirectory(place)
+    assert math.isfinite(directory.model.norm_eps)
+    assert directory.model.n_layers <= 10_000
     parameters = without_storage(directory.model).named_parameters()
     shapes = {name: directory.tensor(name).shape for name in directory.names}
     assert shapes == {name: parameter.shape for name, parameter in parameters}
@@ -306,7 +313,7 @@ def imported(path: str, opened: str) -> HostileFile:
     return HostileFile("imported", path, read_imported(opened), usable_tokens, "", 60)
 
 
-def model_file(name: str, place: str = "model") -> HostileFile:
+def model_file(place: str, name: str) -> HostileFile:
     return HostileFile(place, name, read_model, anything, "", 60)
 
 
@@ -322,7 +329,7 @@ FILES: dict[str, HostileFile] = {
     "steps.npy": run_file("steps.npy", lambda run: read_steps(run / "steps.npy"), usable_steps),
     "evaluation": run_file("evaluation/step-00000004/own.jsonl", read_results, same_results),
     "document losses": run_file("heldout/step-00000004.npz", document_losses, same_arrays),
-    "sweep.json": HostileFile("inputs", "sweep.json", SweepDirectory, usable_sweep),
+    "sweep.json": HostileFile("sweep", "sweep.json", SweepDirectory, usable_sweep),
     "study.yaml": user_file("study.yaml", load_study, usable_study),
     "recipe.yaml": user_file("recipe.yaml", lambda file: with_recipe(f"data={file}")),
     "task.jsonl": user_file("task.jsonl", OwnFile, usable_task),
@@ -350,8 +357,10 @@ FILES: dict[str, HostileFile] = {
     "datatrove tokens": imported("datatrove_2.ds", "datatrove_2.ds"),
     "datatrove index": imported("datatrove_2.ds.index", "datatrove_2.ds"),
     "datatrove metadata": imported("datatrove_2.ds.metadata", "datatrove_2.ds"),
-    "config.json": model_file("config.json"),
-    "model.safetensors": model_file("model.safetensors"),
-    "safetensors index": model_file("model.safetensors.index.json", "sharded"),
+    "config of Llama": model_file("llama", "config.json"),
+    "config of Qwen3 MoE": model_file("qwen3_moe", "config.json"),
+    "config of diffllm": model_file("differential", "config.json"),
+    "model.safetensors": model_file("llama", "model.safetensors"),
+    "safetensors index": model_file("sharded", "model.safetensors.index.json"),
 }
 """Files by their names in tests."""

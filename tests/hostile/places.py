@@ -11,9 +11,9 @@ import torch
 from runs.command import documents
 from runs.one_rank import gloo_group, trained_run, write_checkpoint
 from runs.written import write_run, write_train_seconds
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from diffllm.checkpoint.hf.config_json import model_of
+from diffllm.checkpoint.hf.config_json import VALUE_TYPES, model_of
 from diffllm.checkpoint.hf.layout import layout_of
 from diffllm.config import load_config
 from diffllm.data.config import DataConfig, Packing, SampleBy
@@ -55,12 +55,17 @@ RECIPE = {
 TASK = {"prompt": "a", "answer": "b", "candidates": ["b", "c"], "level": {"kind": "x", "n": 1}}
 MODEL = (
     "model=tiny", "model.dim=32", "model.n_heads=2", "model.n_kv_heads=1", "model.head_dim=16",
-    "model.ffn_dim=64", "model.vocab_size=300", "model.n_layers=2", "attention=standard",
+    "model.ffn_dim=64", "model.vocab_size=300", "model.n_layers=2",
+)  # fmt: skip
+YARN = ("model.rope.scaling=yarn", "model.rope.factor=4", "model.rope.original_seq_len=64")
+MIXTURE = (
+    "model.qk_norm=true", "model.moe.n_experts=2", "model.moe.top_k=1", "model.moe.expert_dim=16",
+    "model.moe.score=softmax", "model.moe.bias_update_rate=0",
 )  # fmt: skip
 
 
 def write_records(place: Path) -> None:
-    """Write a run with all records and results, but without checkpoints."""
+    """Write the records and results of a run without checkpoints."""
     write_run(place, "attention=diff_v2", lines=[METRICS], facts=FACTS)
     (place / "changes.jsonl").write_text(json.dumps(CHANGE) + "\n", encoding="utf-8")
     (place / "events.jsonl").write_text(json.dumps(EVENT) + "\n", encoding="utf-8")
@@ -71,15 +76,17 @@ def write_records(place: Path) -> None:
 
 
 def write_inputs(place: Path) -> None:
-    """Write the files that users share: a study, a sweep's record, a recipe and a task."""
-    for name, whole in (
-        ("study.yaml", STUDY), ("sweep.json", SWEEP), ("recipe.yaml", RECIPE), ("task.jsonl", TASK),
-    ):  # fmt: skip
-        (place / name).write_text(json.dumps(whole), encoding="utf-8")
+    """Write the files that users share: a study, a recipe and a task."""
+    for name, value in (("study.yaml", STUDY), ("recipe.yaml", RECIPE), ("task.jsonl", TASK)):
+        (place / name).write_text(json.dumps(value), encoding="utf-8")
+
+
+def write_sweep(place: Path) -> None:
+    (place / "sweep.json").write_text(json.dumps(SWEEP), encoding="utf-8")
 
 
 def write_checkpoints(place: Path) -> None:
-    """Write a run with a checkpoint of step 1 without tensors, and a complete one of step 3."""
+    """Write a checkpoint of step 1 without tensors, and a complete checkpoint of step 3."""
     with gloo_group():
         trained_run(place, ["attention=standard"])
     write_checkpoint(place / "checkpoints", 1)
@@ -140,9 +147,11 @@ def write_tokenizer(place: Path) -> None:
 
 def write_model(place: Path, *words: str) -> None:
     """Write a model directory of transformers with tensors of ones."""
-    yarn = ("model.rope.scaling=yarn", "model.rope.factor=4", "model.rope.original_seq_len=64")
-    layout = layout_of(load_config([*MODEL, *yarn, *words]).model)
+    layout = layout_of(load_config([*MODEL, *words]).model)
     content = {"architectures": [layout.architecture], **layout.config}
+    for _, keys in VALUE_TYPES.values():
+        for key in keys:
+            content.setdefault(key, None)  # so that drawn edits also set absent keys
     (place / "config.json").write_text(json.dumps(content), encoding="utf-8")
     parameters = dict(without_storage(model_of(content)[1]).named_parameters())
     tensors = {t.name: torch.ones(t.of(parameters).shape) for t in layout.exported}
@@ -151,12 +160,9 @@ def write_model(place: Path, *words: str) -> None:
 
 def write_sharded_model(place: Path) -> None:
     """Write a model directory with an index of its tensors."""
-    write_model(place)
-    from safetensors import safe_open
-
-    with safe_open(place / "model.safetensors", "pt") as file:
-        weight_map = dict.fromkeys(file.keys(), "model-00001-of-00001.safetensors")
-    (place / "model.safetensors").rename(place / "model-00001-of-00001.safetensors")
+    write_model(place, "attention=standard")
+    shard = (place / "model.safetensors").rename(place / "model-00001-of-00001.safetensors")
+    weight_map = dict.fromkeys(load_file(shard), shard.name)
     index = place / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
 
@@ -164,12 +170,15 @@ def write_sharded_model(place: Path) -> None:
 PLACES = {
     "run": write_records,
     "inputs": write_inputs,
+    "sweep": write_sweep,
     "checkpoint": write_checkpoints,
     "cache": write_cache,
     "interrupted": write_interrupted,
     "imported": write_imported,
     "tokenizer": write_tokenizer,
-    "model": write_model,
+    "llama": lambda place: write_model(place, "attention=standard", *YARN),
+    "qwen3_moe": lambda place: write_model(place, "attention=standard", *MIXTURE),
+    "differential": lambda place: write_model(place, "attention=diff_v2"),
     "sharded": write_sharded_model,
 }
 """Functions that write the valid files of a directory, by its name in the tables."""

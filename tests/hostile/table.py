@@ -85,6 +85,7 @@ DAMAGES: dict[str, list[tuple[Damage, str]]] = {
     ],
     "steps.npy": [
         (content("step,loss\n"), "steps.npy"),
+        (content(b"\x93NUMPY\x01\0\x10\0{'descr': [('a'\0"), "is not a steps.npy: "),
         (array(np.zeros(3)), "has other columns"),
         (array(np.array([{}], dtype=object)), "has other columns"),
         (array(steps(4, 3)), "its steps do not increase"),
@@ -125,6 +126,11 @@ DAMAGES: dict[str, list[tuple[Damage, str]]] = {
         (score('"value": 1, "by_z": 3'), WRONG_TYPE),
         (score('"value": 1, "by_z": {"a": []}'), WRONG_TYPE),
     ],
+    "state.json": [
+        (Path.unlink, "state.json is missing"),
+        (cut(9), r"state.json has [\d,]+ bytes, not "),
+    ],
+    "tensors": [(flip_bit, "__0_0.distcp has a wrong checksum")],
     "signed state.json": [
         (content(f'{{"loop": {DEEP}'), "state.json is nested too deeply"),
         (put("step", value=2), "state.json has step 2, but the directory name has 3"),
@@ -200,6 +206,16 @@ DAMAGES: dict[str, list[tuple[Damage, str]]] = {
         (content(""), "the index has no documents"),
     ],
     "datatrove metadata": [(content("x|3"), "number of bytes per token is '3'")],
+    "config of Llama": [(put("num_hidden_layers", value=90), "needs at least 90")],
+    "config of Qwen3 MoE": [(put("num_experts", value=65536), "needs at least 131072")],
+    "config of diffllm": [
+        (put("mlp_only_layers", value=True), "=True, which must be a list of whole numbers"),
+        (put("rope_parameters", value={"rope_type": ["x"]}), r"=\['x'\], which must be text"),
+        (put("attention", "context_scale", value="${oc.env:HOME}"), "interpolation"),
+        (put("moe", value={"n_experts": "${oc.env:HOME}"}), "an interpolation in its moe settings"),
+        (put("rms_norm_eps", value=math.inf), "rms_norm_eps=inf, which must be a finite number"),
+        (put("vocab_size", value=0), "vocab_size=0, which must be a whole number above 0"),
+    ],
     "safetensors index": [
         (content(DEEP), "is nested too deeply"),
         (put("weight_map", value={}), "has no weight_map"),

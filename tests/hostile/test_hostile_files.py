@@ -1,7 +1,7 @@
 """Damaged files are refused with their path in one line, or read with usable values."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,12 +12,18 @@ from hostile.files import FILES
 from hostile.table import DAMAGES
 
 Copy = Callable[[str], Path]
+FOLLOWED = ("inputs", "imported", "tokenizer", "llama", "qwen3_moe", "differential", "sharded")
+"""Directories in which users may link files of other places."""
+REFUSED = ("run", "sweep", "checkpoint")
+"""Directories whose links are never read, because a link could lead to a secret."""
+UNSIGNED = [name for name in FILES if not name.startswith("signed")]
 
 
-def rows() -> Iterator[tuple[str, Damage, str]]:
+def rows() -> list[tuple[str, Damage, str]]:
+    table = []
     for name, damages in DAMAGES.items():
-        for damage, message in damages:
-            yield name, damage, message
+        table += [(name, damage, message) for damage, message in damages]
+    return table
 
 
 @pytest.mark.fuzz
@@ -41,7 +47,7 @@ def test_reader_of_drawn_content_raises_user_error_or_returns_usable_values(
     try_all(check, damaged(whole) if edits is None else damaged(whole) | edits, entry.examples)
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if not name.startswith("signed")])
+@pytest.mark.parametrize("name", UNSIGNED)
 def test_reader_of_special_file_raises_user_error_or_returns_usable_values(
     copy: Copy, name: str
 ) -> None:
@@ -72,3 +78,19 @@ def test_error_of_damaged_file_names_file_and_damage(
     error = entry.outcome(place, files)
     assert isinstance(error, UserError), f"no error about {message}"
     assert re.search(message, str(error)), error
+
+
+@pytest.mark.parametrize("name", UNSIGNED)
+def test_links_are_followed_only_in_files_of_users_and_models(
+    copy: Copy, tmp_path: Path, name: str
+) -> None:
+    entry = FILES[name]
+    place = copy(entry.place)
+    for file in entry.files(place):
+        file.rename(tmp_path / file.name)
+        file.symlink_to(tmp_path / file.name)
+        value = entry.outcome(place, [file])
+        if entry.place in FOLLOWED:
+            assert not isinstance(value, UserError)
+        elif entry.place in REFUSED:
+            assert re.search("is (a link or )?not a regular file", str(value))
