@@ -47,8 +47,9 @@ DECIDING = [f"{arm}-seed{seed}" for arm in ("whole", "half") for seed in (0, 1)]
 STOPS = [
     ("run 1 of ", "KILL"),
     ("run 2 of ", "TERM"),
+    ("run 1 of ", "INT"),
     ("out: 4 runs remain", "KILL"),  # the first stage has ended
-    ("run 2 of ", "INT"),
+    ("run 2 of ", "KILL"),
 ]
 """Lines of the output, and the signal after each line."""
 
