@@ -228,7 +228,8 @@ def write_maps(page: Path, picture: Path) -> None:
     from matplotlib.figure import Figure
 
     names: dict[str, Any] = {}
-    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    # The first block is the model with its maps; later blocks of the page use its result.
+    code, *_ = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     with contextlib.redirect_stdout(io.StringIO()):
         exec(code, names)
     figure = Figure(figsize=(9, 3.6), layout="constrained")

@@ -1,4 +1,4 @@
-"""Names of files in run and sweep directories stand in one module, which also reads the files."""
+"""Names of files in run and sweep directories are in one module, which also reads the files."""
 
 import ast
 import re
