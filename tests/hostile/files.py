@@ -18,14 +18,14 @@ from diffllm.checkpoint.hf.model_directory import ModelDirectory
 from diffllm.checkpoint.manifest import faults, read_manifest, read_state
 from diffllm.checkpoint.reader import load_tensors
 from diffllm.cli.events import table_of
-from diffllm.compare.arms.run import Metrics, read_metrics
+from diffllm.compare.arms.run import Metrics
 from diffllm.compare.study.file import Study, load_study
 from diffllm.compare.sweep.sweep_directory import SweepDirectory
 from diffllm.config import TrainConfig
 from diffllm.config.saved import load_run_config
 from diffllm.config.words import with_recipe
 from diffllm.core.errors import CheckpointError, UserError
-from diffllm.core.run_files import read_changes, read_record
+from diffllm.core.run_files import metrics_lines, read_changes, read_record
 from diffllm.data.prepared import TokenData
 from diffllm.data.tasks.task import OwnFile
 from diffllm.data.token_files import open_tokens
@@ -324,7 +324,9 @@ FILES: dict[str, HostileFile] = {
     ),
     "changes.jsonl": run_file("changes.jsonl", read_changes, usable_changes),
     "events.jsonl": run_file("events.jsonl", read_events, usable_events),
-    "metrics.jsonl": run_file("metrics.jsonl", read_metrics, usable_metrics),
+    "metrics.jsonl": run_file(
+        "metrics.jsonl", lambda run: Metrics(metrics_lines(run)), usable_metrics
+    ),
     "config.yaml": replace(run_file("config.yaml", load_run_config, usable_config), examples=30),
     "steps.npy": run_file("steps.npy", lambda run: read_steps(run / "steps.npy"), usable_steps),
     "evaluation": run_file("evaluation/step-00000004/own.jsonl", read_results, same_results),

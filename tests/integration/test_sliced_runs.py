@@ -72,7 +72,7 @@ def test_killed_run_on_slices_resumes_bit_identically_and_in_one_process(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("whole", ["causal"], indirect=True)
+@pytest.mark.parametrize("words_and_run", ["causal"], indirect=True)
 def test_compiled_run_on_slices_logs_metrics_of_run_in_one_process(corpus, words_and_run, tmp_path):
     words, expected = words_and_run
     finish(corpus, tmp_path / "run", *words, "parallel.context=2", "compile=true", ranks=2)

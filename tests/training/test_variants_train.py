@@ -83,7 +83,7 @@ def unigram_entropy():
 
 
 class TrainedVariant(NamedTuple):
-    variant_training: Training
+    training: Training
     initial_loss: float
     """Mean over four draws of initial values, because a single loss varies by 3%."""
     losses: list[float]
