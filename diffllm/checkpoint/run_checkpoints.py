@@ -69,6 +69,14 @@ ATTEMPTS = 20
 """Maximum number of attempts of a reader whose run deletes checkpoints during the read."""
 
 
+def newest_text(directory: Path) -> str:
+    """Describe the newest checkpoint in `directory`; signal handlers may call this."""
+    checkpoints = list_checkpoints(directory)
+    if not checkpoints:
+        return "no checkpoint is saved"
+    return f"the newest checkpoint is {checkpoints[-1]}"
+
+
 def newest_good(paths: Sequence[Path]) -> Path | None:
     """Return the newest undamaged checkpoint directory in `paths`, which is sorted oldest first.
 

@@ -140,13 +140,6 @@ class Checkpointer:
         self.since = monotonic()
         return True
 
-    def newest(self) -> str:
-        """Describe the newest checkpoint; signal handlers may call this."""
-        checkpoints = list_checkpoints(self.directory)
-        if not checkpoints:
-            return "no checkpoint is saved"
-        return f"the newest checkpoint is {checkpoints[-1]}"
-
     def wait(self) -> None:
         """Wait until the save in progress is complete.
 

@@ -50,12 +50,15 @@ class StopRequest:
         self.previous_end = signal.set_wakeup_fd(end, warn_on_full_buffer=False)
         self.previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
 
-    def defer(self, saved: Callable[[], str]) -> None:
-        """From now on, the first signal only sets `received`: the run saves before it stops.
+    def report_saved(self, saved: Callable[[], str]) -> None:
+        """From now on, print the result of `saved` when a second Ctrl-C stops the run.
 
-        `saved` describes the newest checkpoint, for the user who interrupts the run at once.
+        `saved` describes the newest checkpoint.
         """
         self.saved = saved
+
+    def defer(self) -> None:
+        """From now on, the first signal only sets `received`: the run saves before it stops."""
         self.deferred = True
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

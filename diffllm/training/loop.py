@@ -61,7 +61,7 @@ def train_loop(
     record = Record(t, state, clock, process.display, out.sinks)
     agreement = Agreement(process.stop, cfg.distributed.timeout)
     # From now on, the loop saves a checkpoint before it stops. A second Ctrl-C still stops at once.
-    process.stop.defer(out.checkpoints.newest)
+    process.stop.defer()
     # Every rank must reach each collective below at the same step. Conditions around collectives
     # may only depend on the config, on the step and on values that the ranks have agreed on.
     raise_together(read_ahead(loader, min(1, cfg.steps - state.step), watch))

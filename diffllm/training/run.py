@@ -2,12 +2,15 @@
 
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from diffllm.checkpoint.run_checkpoints import newest_text
 from diffllm.config import TrainConfig
 from diffllm.core.errors import UserError
 from diffllm.core.printing import echo
+from diffllm.core.run_files import RunFolder
 from diffllm.core.standard_streams import unfailing
 from diffllm.data.sequences import ignores_targets
 from diffllm.data.tokenizer import Tokenizer
@@ -91,6 +94,8 @@ def in_process(
     try:
         claimed = claim(cfg, process)
         directory = claimed.directory
+        checkpoints = claimed.path / RunFolder.CHECKPOINTS
+        process.stop.report_saved(partial(newest_text, checkpoints))
         if claimed.ended:
             outcome = Outcome(claimed.path, claimed.ended)
         else:

@@ -259,7 +259,8 @@ def test_sigint_after_stop_signal_raises_keyboard_interrupt(capfd):
 def test_first_signal_to_deferred_stop_request_is_only_received(capfd):
     request = StopRequest()
     try:
-        request.defer(lambda: "step 4 is saved")
+        request.report_saved(lambda: "step 4 is saved")
+        request.defer()
         signal.raise_signal(signal.SIGTERM)
         assert request.received == signal.SIGTERM
         with pytest.raises(KeyboardInterrupt):
