@@ -107,11 +107,11 @@ def reading(path: Path, name: str) -> Iterator[dict[str, Any]]:
             raise ValueError(f"does not have format {FORMAT}, which this version reads")
         step = content.get("step")
         # A renamed directory would otherwise pass as a checkpoint of another step.
-        names_step = COMPLETE.fullmatch(path.name) or INCOMPLETE.fullmatch(path.name)
+        has_step_name = COMPLETE.fullmatch(path.name) or INCOMPLETE.fullmatch(path.name)
         # `type`, not `isinstance`: JSON's true is an int in Python.
         if type(step) is not int or step < 0:
             raise ValueError("has no valid step")
-        if names_step and step != step_of(path):
+        if has_step_name and step != step_of(path):
             raise ValueError(f"has step {step}, but the directory name has {step_of(path)}")
         yield content
     except (ValueError, OSError) as error:

@@ -18,7 +18,7 @@ from diffllm.core.atomic_directories import scratch_directory
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import read_bytes, readable, sync
 from diffllm.core.printing import echo, echo_json
-from diffllm.core.run_files import CONSOLIDATED, RunFile, step_name
+from diffllm.core.run_files import CONSOLIDATED, RunFile, step_name, step_of
 
 if TYPE_CHECKING:
     from diffllm.config import TrainConfig
@@ -115,7 +115,6 @@ def consolidate(
     output file exists and args.overwrite is false.
     """
     from diffllm.checkpoint.hf.safetensors import DTYPES, tensors_of, write_safetensors, writing
-    from diffllm.core.run_files import step_of
 
     step = step_of(checkpoint)
     directory = run / CONSOLIDATED / step_name(step)

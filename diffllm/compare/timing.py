@@ -113,15 +113,15 @@ def arms_of_sweep(words: list[str]) -> dict[str, ConfiguredRun]:
     overrides, launcher = split_overrides([*experiment_words(words), *words])
     if launcher:
         raise ConfigError(f"{launcher[0]}: timing measures the machine of this command; remove it")
-    plans = configured_runs(overrides)
-    declared = declarations(plans[0].cfg)
+    swept_runs = configured_runs(overrides)
+    declared = declarations(swept_runs[0].cfg)
     keys = []
     for key in keys_of_sweep(overrides):
         if "seed" not in declaration_of(key, declared).kinds:
             keys.append(key)
     arms: dict[str, ConfiguredRun] = {}
-    for plan in plans:
-        arms.setdefault(name_run(plan.cfg, keys or ["attention"]), plan)
+    for run in swept_runs:
+        arms.setdefault(name_run(run.cfg, keys or ["attention"]), run)
     return arms
 
 

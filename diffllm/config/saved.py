@@ -182,9 +182,9 @@ def split(text: str) -> tuple[str, dict[str, str] | None]:
 
 
 def parse_config(file: Path, text: str) -> TrainConfig:
-    with readable(file):
-        content = parse_yaml(text)
     try:
+        with readable(file):
+            content = parse_yaml(text)
         if not isinstance(content, dict):
             raise ValueError("the file is not a mapping of keys to values")
         # OmegaConf would resolve ${, also from the environment, and replace '???'.
