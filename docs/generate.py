@@ -17,7 +17,7 @@ from diffllm.config.compose import compose_config, variants
 from diffllm.config.help import Key, KeySection, choices, sections_of
 from diffllm.config.overrides import FILLED_IN
 from diffllm.core.keys import EFFECTS, Place, class_declarations, declaration, key
-from diffllm.metrics.facts import fact_declarations
+from diffllm.core.run_facts import fact_declarations
 from diffllm.metrics.metric import Metric
 from diffllm.metrics.sections import SECTIONS
 from diffllm.metrics.table import METRICS

@@ -45,9 +45,9 @@ from diffllm.config.words import typed_override
 from diffllm.core.errors import CheckpointError, ConfigError
 from diffllm.core.keys import declaration_of, declarations
 from diffllm.core.printing import echo
+from diffllm.core.run_facts import RunFacts, facts_of
 from diffllm.core.run_files import RunFile, read_ending, read_facts, stopped_text
 from diffllm.distributed.launcher import stopped_status
-from diffllm.metrics.facts import RunFacts, facts_of
 from diffllm.metrics.steps import read_steps
 from diffllm.training.build import planned_compile
 from diffllm.training.memory import check_memory

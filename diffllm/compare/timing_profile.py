@@ -18,8 +18,8 @@ from diffllm.core.bounds import check_bounds
 from diffllm.core.errors import CheckpointError, ConfigError, choose_from
 from diffllm.core.files import read_bytes, read_json, readable, user_path
 from diffllm.core.keys import declaration_of, declarations
+from diffllm.core.run_facts import RunFacts, machine_facts
 from diffllm.core.typed import made
-from diffllm.metrics.facts import RunFacts, machine_facts
 
 PROFILE_FORMAT = 1
 NOISY = 0.1

@@ -15,6 +15,7 @@ from types import NoneType
 from typing import Any
 
 from diffllm.core.files import parse_json, read_json, read_lines, readable
+from diffllm.core.run_facts import NESTED, fact_types, positive_facts
 
 
 class RunFile(StrEnum):
@@ -114,7 +115,8 @@ def list_incomplete(directory: Path) -> list[Path]:
 
 
 WHOLE, NUMBER, TEXT, LIST, OBJECT = (int,), (int, float), (str,), (list,), (dict,)
-POSITIVE_FACTS = ("parameters", "active_parameters", "flops_per_token", "flops_per_visible_key")
+POSITIVE_FACTS = ("active_parameters", "flops_per_visible_key", *positive_facts())
+TYPES_OF_FACTS = {name: types for name, types in fact_types().items() if name not in NESTED}
 FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
     RunFile.SUMMARY: {
         "steps": WHOLE,
@@ -129,15 +131,9 @@ FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
         "flops_per_token": NUMBER,
     },
     RunFile.FACTS: {
-        **dict.fromkeys(POSITIVE_FACTS, NUMBER),
-        "heldout_tokens": NUMBER,
-        "ranks": NUMBER,
-        "corpus": TEXT,
-        "corpus_note": TEXT,
-        "tokenizer": TEXT,
-        "device": TEXT,
-        "compute_dtype": TEXT,
-        "torch": TEXT,
+        **TYPES_OF_FACTS,
+        "active_parameters": NUMBER,
+        "flops_per_visible_key": NUMBER,
         "wandb_id": TEXT,
         "wandb_group": TEXT,
         "wandb_online": (bool,),

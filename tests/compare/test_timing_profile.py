@@ -24,7 +24,7 @@ from diffllm.compare.timing_profile import (
 )
 from diffllm.config import load_config
 from diffllm.core.errors import CheckpointError, ConfigError
-from diffllm.metrics.facts import RunFacts
+from diffllm.core.run_facts import RunFacts
 
 TINY = ["model=tiny", "seq_len=64", "global_batch_size=4"]
 FACTS = RunFacts(

@@ -30,9 +30,9 @@ from diffllm.config.overrides import AUTO
 from diffllm.config.words import parsed_override
 from diffllm.core.keys import Declaration, class_declarations, key
 from diffllm.core.registry import SCHEMAS
+from diffllm.core.run_facts import RunFacts, fact_declarations
 from diffllm.data.config import BUILT_IN, SourceConfig, read_by
 from diffllm.data.curriculum import Point
-from diffllm.metrics.facts import RunFacts, fact_declarations
 from diffllm.model.attention.base import AttentionConfig
 from diffllm.model.rope import RopeConfig
 

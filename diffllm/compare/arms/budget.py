@@ -9,7 +9,7 @@ import numpy as np
 
 from diffllm.compare.arms.run import Run, flops_facts, keys_seen
 from diffllm.compare.arms.sentences import compact, percent
-from diffllm.metrics.facts import machine_facts
+from diffllm.core.run_facts import machine_facts
 
 COST_TOLERANCE = 0.03
 """Largest relative difference between the FLOPs or seconds of runs with equal budgets."""

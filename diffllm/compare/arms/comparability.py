@@ -18,7 +18,7 @@ from diffllm.config.compose import registered_declarations
 from diffllm.config.matching import TOLERANCE
 from diffllm.core.files import user_path
 from diffllm.core.keys import UNDECLARED, Declaration, Declarations, declaration_of
-from diffllm.metrics.facts import fact_declarations
+from diffllm.core.run_facts import fact_declarations
 
 ATTENTION_PREFIX = "model.attention."
 CHANGED = "changed"

@@ -31,7 +31,7 @@ from diffllm.compare.report.rows import Row
 from diffllm.config.changes import is_within
 from diffllm.core.keys import declaration_of
 from diffllm.core.printing import Cell, Table
-from diffllm.metrics.facts import fact_declarations, facts_of, machine_facts
+from diffllm.core.run_facts import fact_declarations, facts_of, machine_facts
 
 OMITTED = ("run", "attention")
 """Section and computed value that differ between any two rows."""

@@ -37,7 +37,7 @@ from diffllm.core.keys import (
     declaration_of,
     strictest,
 )
-from diffllm.metrics.facts import fact_declarations, facts_of, machine_facts
+from diffllm.core.run_facts import fact_declarations, facts_of, machine_facts
 
 SEEDS = [
     name for name, declared in class_declarations(TrainConfig).items() if "seed" in declared.kinds

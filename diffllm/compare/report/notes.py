@@ -18,8 +18,8 @@ from diffllm.compare.report.curves import POINTS
 from diffllm.compare.report.keys import FACTS, all_declarations
 from diffllm.compare.report.results import NAMED, has_intervals, progress, size_against
 from diffllm.compare.report.rows import Row
+from diffllm.core.run_facts import facts_of, machine_facts
 from diffllm.evaluation.heldout import same_documents
-from diffllm.metrics.facts import facts_of, machine_facts
 
 SIZE_TOLERANCE = 0.005
 """Relative difference in parameters above which a note warns."""

@@ -10,7 +10,7 @@ from typing import Any
 from diffllm.compare.arms.comparability import conditions_of, text_of_values, value_text
 from diffllm.compare.arms.run import Run
 from diffllm.core.keys import Declarations
-from diffllm.metrics.facts import machine_facts
+from diffllm.core.run_facts import machine_facts
 
 
 def with_facts_of_seeds(

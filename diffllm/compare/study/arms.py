@@ -18,9 +18,9 @@ from diffllm.compare.arms.run import Series
 from diffllm.compare.study.file import Study
 from diffllm.core.bounds import bounded
 from diffllm.core.errors import ConfigError
+from diffllm.core.run_facts import RunFacts
 from diffllm.core.run_files import LARGEST
 from diffllm.evaluation.heldout import DocumentLosses
-from diffllm.metrics.facts import RunFacts
 from diffllm.statistics.estimates import Times
 
 FINITE = {"least": -LARGEST, "most": LARGEST}

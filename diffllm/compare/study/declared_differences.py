@@ -16,7 +16,7 @@ from diffllm.config.compose import LENGTHS, registered_declarations
 from diffllm.config.saved import flatten, yaml_dict
 from diffllm.core.errors import ConfigError, did_you_mean, listed
 from diffllm.core.keys import declaration_of, declarations
-from diffllm.metrics.facts import fact_declarations
+from diffllm.core.run_facts import fact_declarations
 
 WORDS = {
     "parameters": (

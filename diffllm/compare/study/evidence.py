@@ -25,8 +25,8 @@ from diffllm.config import TrainConfig
 from diffllm.config.saved import load_run_config
 from diffllm.core.console import track
 from diffllm.core.errors import ConfigError
+from diffllm.core.run_facts import facts_of
 from diffllm.core.run_files import RunFile, finite, read_facts
-from diffllm.metrics.facts import facts_of
 from diffllm.metrics.table import metric_of
 
 LOSS_METRICS = (LR_SENSITIVITY, "heldout_loss")

@@ -18,8 +18,8 @@ from diffllm.compare.study.study_hash import study_hash
 from diffllm.core.bounds import check_bounds
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import read_json, readable
+from diffllm.core.run_facts import RunFacts
 from diffllm.core.typed import made
-from diffllm.metrics.facts import RunFacts
 
 VALUES_FORMAT = 1
 SHARED = ("facts", "settings", "texts")

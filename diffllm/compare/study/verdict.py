@@ -21,8 +21,8 @@ from diffllm.compare.study.removed_rules import margin_note
 from diffllm.compare.study.size_trends import unequal_pairs
 from diffllm.config.plugin_code import several_versions
 from diffllm.core.errors import ConfigError
+from diffllm.core.run_facts import fact_declarations
 from diffllm.core.run_files import finite
-from diffllm.metrics.facts import fact_declarations
 
 NOT_COMPARABLE, EXPLORATORY = "not comparable", "exploratory"
 

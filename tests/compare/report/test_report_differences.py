@@ -17,7 +17,7 @@ from diffllm.config import TrainConfig
 from diffllm.config.changes import is_within
 from diffllm.config.saved import flatten, yaml_dict
 from diffllm.core.keys import Declaration, class_declarations
-from diffllm.metrics.facts import fact_declarations, fact_types, facts_of, machine_facts
+from diffllm.core.run_facts import fact_declarations, fact_types, facts_of, machine_facts
 from diffllm.model.attention.diff_v1 import DiffV1Config
 
 DECLARED = class_declarations(TrainConfig) | class_declarations(DiffV1Config, "model.attention.")

@@ -24,7 +24,7 @@ from diffllm.compare.study.verdict_page import verdict_page, write_verdict
 from diffllm.compare.timing_profile import PROFILE_FORMAT, ArmTiming, TimingProfile, time_settings
 from diffllm.config.matching import totals
 from diffllm.core.errors import ConfigError
-from diffllm.metrics.facts import RunFacts
+from diffllm.core.run_facts import RunFacts
 
 ARMS = {
     "base": "[model=tiny, steps=100, seq_len=32, global_batch_size=8]",

@@ -15,9 +15,9 @@ from diffllm.compare.study.running import check_study_runs
 from diffllm.compare.study.verdict import judge
 from diffllm.compare.study.verdict_page import trend_text, verdict_page
 from diffllm.core.errors import ConfigError
+from diffllm.core.run_facts import RunFacts
 from diffllm.evaluation.evaluation import results_of, store_result
 from diffllm.evaluation.position import Position
-from diffllm.metrics.facts import RunFacts
 
 TREND = "{kind: trend, over: tokens, arm: v2, against: half, below: 0.0}"
 

@@ -69,6 +69,10 @@ class RunFacts:
     )
 
 
+NESTED = {"code": ("diffllm", "hash"), "python": ("environment", "python")}
+"""Facts that run.json contains in an object: names of the object and of the entry in the object."""
+
+
 @cache
 def fact_declarations() -> dict[str, Declaration]:
     """Return the declarations of all facts, by the name of the fact."""
@@ -86,21 +90,28 @@ def machine_facts() -> tuple[str, ...]:
 
 @cache
 def fact_types() -> dict[str, tuple[type, ...]]:
-    """Return the types of the values of each fact, NoneType included."""
-    return {name: get_args(hint) for name, hint in get_type_hints(RunFacts).items()}
+    """Return the types of the values of each fact, without NoneType."""
+    types: dict[str, tuple[type, ...]] = {}
+    for name, hint in get_type_hints(RunFacts).items():
+        kind, _ = get_args(hint)
+        # JSON may contain a number of type float as an integer.
+        types[name] = (int, float) if kind is float else (kind,)
+    return types
+
+
+def positive_facts() -> list[str]:
+    """Return the facts that are greater than 0."""
+    return [fact.name for fact in fields(RunFacts) if fact.metadata.get("above") == 0]
 
 
 def facts_of(record: dict[str, Any]) -> RunFacts:
     """Return the facts in `record`, the content of run.json; values of a wrong type become None."""
-    python = (record.get("environment") or {}).get("python")
-    code = (record.get("diffllm") or {}).get("hash")
-    entries = {**record, "python": python, "code": code}
     values = {}
-    for fact in fields(RunFacts):
-        value = entries.get(fact.name)
-        kinds = fact_types()[fact.name]
-        # A number of ranks in run.json is an integer, although the type of the fact is float.
-        # Python counts booleans as integers.
-        is_number = float in kinds and isinstance(value, int) and not isinstance(value, bool)
-        values[fact.name] = value if is_number or isinstance(value, kinds) else None
+    for name, types in fact_types().items():
+        value = record.get(name)
+        if name in NESTED:
+            section, entry = NESTED[name]
+            value = (record.get(section) or {}).get(entry)
+        # Not isinstance, because Python counts booleans as integers.
+        values[name] = value if type(value) in types else None
     return RunFacts(**values)
