@@ -197,9 +197,9 @@ def test_training_mask_fits_device_of_tokens_after_model_leaves_meta_device():
         assert isinstance(mask, Packed)
 
 
-def test_settled_config_has_chosen_layout_of_values_instead_of_auto():
+def test_device_config_has_chosen_layout_of_values_instead_of_auto():
     cfg = small_config("diff_v1", head_dim=128).model
-    layouts = [cfg.attention.resolve(cfg, device).settled.values for device in (CPU, CUDA)]
+    layouts = [cfg.attention.resolve(cfg, device).device_config.values for device in (CPU, CUDA)]
     assert layouts == [Values.wide, Values.split]
 
 
