@@ -35,7 +35,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.received = 0
         self.deferred = False
-        self.saved: Callable[[], str] = lambda: "training has not begun"
+        self.saved: Callable[[], str] = lambda: "this process has trained no step"
         self.cancelled = ""
         """Why `cancel` requested the stop of the run; "" if a signal did."""
         self.has_come_by_pipe = False

@@ -33,7 +33,9 @@ class Term(Enum):
     metric: name of the metric that is the weighted mean of the term over the global batch.
     weight_key: config key of the weight, below `model.`; None means weight 1.
     divisor: count by which a sum over the global batch becomes a mean. "targets" are targets that
-        the loss does not ignore, "tokens" are positions that are not padding.
+        the loss does not ignore, "tokens" are positions that are not padding. A term with divisor
+        "tokens" must be differentiable in `TrainOutput.losses`, because the training step corrects
+        its divisor in the objective.
     """
 
     cross_entropy = ("train/loss", None, "targets")

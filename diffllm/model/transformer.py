@@ -41,7 +41,8 @@ class TrainOutput(NamedTuple):
     objective: Tensor
     """Weighted sum of `losses`, summed over tokens; differentiable, float32."""
     losses: Losses
-    """Terms of the objective; terms of routers are sums over MoE layers, if any."""
+    """Terms of the objective. Cross-entropy and z-loss are detached; the terms of routers are
+    differentiable sums over MoE layers, if any."""
     stats: BlockStats
     """Statistics by name; each is (L,), but lambda_head is (L, heads). Empty without `diagnose`."""
     expert_counts: Tensor | None
@@ -85,7 +86,7 @@ class Transformer(nn.Module):
             last: positions (B,) or (B, n) int64; if given, return only the logits at these
                 positions, (B, V) or (B, n, V).
         """
-        x, _, _ = self.through_layers(tokens, documents, caches=caches)
+        x, _, _ = self.apply_layers(tokens, documents, caches=caches)
         # Select positions before the output layer, so that no other logits are computed.
         if last is not None:
             rows = torch.arange(len(x), device=x.device)
@@ -122,7 +123,7 @@ class Transformer(nn.Module):
                 length = length * slices.size
             attention_probe = probe_at(probe, length, documents)
         padding = self.padding(targets)
-        x, stats, routed = self.through_layers(
+        x, stats, routed = self.apply_layers(
             tokens, documents, slices, padding, diagnose=diagnose, probe=attention_probe
         )
         x = self.norm(x)
@@ -156,13 +157,13 @@ class Transformer(nn.Module):
         For the arguments, see `loss`.
         """
         padding = self.padding(targets)
-        x, _, _ = self.through_layers(tokens, documents, slices, padding)
+        x, _, _ = self.apply_layers(tokens, documents, slices, padding)
         x = self.norm(x)
         chunk = self.loss_chunk(x.device).value
         losses = token_losses(x.flatten(0, 1), self.output_weight, targets.flatten(), chunk)
         return losses.view_as(targets)
 
-    def through_layers(
+    def apply_layers(
         self,
         tokens: Tensor,
         documents: Documents | None,
@@ -172,7 +173,7 @@ class Transformer(nn.Module):
         diagnose: bool = False,
         probe: Probe | None = None,
     ) -> tuple[Tensor, list[BlockStats], list[Routed]]:
-        """Apply all blocks to tokens (B, T); return (B, T, D), before the norm of the output.
+        """Apply all blocks to tokens (B, T); return (B, T, D), before the final norm.
 
         The lists contain the statistics of each block, and the token counts and router losses of
         each MoE layer. For the arguments, see `forward`, `loss` and `Block.forward`.

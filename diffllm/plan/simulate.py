@@ -52,7 +52,7 @@ def as_on_gpu(cfg: TrainConfig) -> TrainConfig:
     The simulation runs on a CPU, so replace the attention backends flash and flex by sdpa.
     """
     model, cuda = cfg.model, torch.device("cuda")
-    attention = model.attention.resolve(model, cuda).settled
+    attention = model.attention.resolve(model, cuda).device_config
     if attention.backend in (Backend.flash, Backend.flex):
         attention = replace(attention, backend=Backend.sdpa)
     chunk = loss_chunk(model.loss_chunk, cuda, model.vocab_size, model.dim).value

@@ -253,7 +253,7 @@ def test_sigint_after_stop_signal_raises_keyboard_interrupt(capfd):
             signal.raise_signal(signal.SIGINT)
     finally:
         request.close()
-    assert capfd.readouterr().err == "stopped immediately; training has not begun\n"
+    assert capfd.readouterr().err == "stopped immediately; this process has trained no step\n"
 
 
 def test_first_signal_to_deferred_stop_request_is_only_received(capfd):

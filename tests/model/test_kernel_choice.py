@@ -13,6 +13,7 @@ from variants import small_config
 
 from diffllm import build_model
 from diffllm.core.errors import ConfigError
+from diffllm.model import without_storage
 from diffllm.model.attention import kernels, ops
 from diffllm.model.attention.diff_v1 import Values
 from diffllm.model.attention.kernels import Kernel, prepare_backend, training_kernel
@@ -183,18 +184,22 @@ def test_kernel_head_width_depends_on_attention_variant_and_value_layout():
     assert width("diff_v1", "model.attention.values=wide", head_dim=128, device=CUDA) == 256
 
 
-def test_moved_model_resolves_device_dependent_settings_for_new_device():
-    model = build_model(small_config("diff_v1").model)
-    attention = model.layers[0].attention
-    assert attention.resolved == model.cfg.attention.resolve(model.cfg, CPU)
-    model.to("meta")
-    assert attention.resolved == model.cfg.attention.resolve(model.cfg, torch.device("meta"))
-    assert attention.resolved.settings["values"].reason == "2 x 8 on the meta"
+def test_training_mask_fits_device_of_tokens_after_model_leaves_meta_device():
+    cfg = small_config("diff_v1").model
+    state = build_model(cfg).state_dict()
+    moved, assigned = without_storage(cfg), without_storage(cfg)
+    moved.to_empty(device="cpu")
+    assigned.load_state_dict(state, assign=True)
+    tokens = tokens_with_documents()
+    documents = Documents.of(tokens, END)
+    for model in (moved, assigned):
+        mask = model.layers[0].attention.training_mask(documents, tokens, FLOAT32)
+        assert isinstance(mask, Packed)
 
 
-def test_settled_config_has_chosen_layout_of_values_instead_of_auto():
+def test_device_config_has_chosen_layout_of_values_instead_of_auto():
     cfg = small_config("diff_v1", head_dim=128).model
-    layouts = [cfg.attention.resolve(cfg, device).settled.values for device in (CPU, CUDA)]
+    layouts = [cfg.attention.resolve(cfg, device).device_config.values for device in (CPU, CUDA)]
     assert layouts == [Values.wide, Values.split]
 
 

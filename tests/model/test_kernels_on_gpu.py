@@ -89,7 +89,7 @@ def test_attention_backends_match_reference_backend_at_head_width_128(
 ):
     """Values of V1 have width 256, or two halves of width 128."""
     model = bf16_model(variant, 128, *extra)
-    available(backend, model.layers[0].attention.resolved.width, masked)
+    available(backend, model.layers[0].attention.resolve(CUDA).width, masked)
     agrees_with_explicit_maps(backend, model, masked, compiled=False)
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -177,7 +178,7 @@ class Attention(nn.Module):
         self.n_query_heads = n_query_heads or model.n_heads
         self.backend = model.attention.backend
         self.context_scale = model.attention.context_scale
-        self.model_cfg = model
+        self.resolve = partial(model.attention.resolve, model)
         q_dim = self.n_query_heads * self.head_dim
         kv_dim = self.n_kv_heads * self.head_dim
         context_dim = context_dim or q_dim
@@ -189,13 +190,6 @@ class Attention(nn.Module):
             self.q_norm = nn.RMSNorm(self.head_dim, model.norm_eps)
             self.k_norm = nn.RMSNorm(self.head_dim, model.norm_eps)
         self.qk_norm = model.qk_norm
-        self.resolved = model.attention.resolve(model, self.wo.weight.device)
-
-    def _apply(self, *args: Any, **kwargs: Any) -> Attention:
-        # Methods such as `to` and `to_empty` call this method to move the parameters.
-        super()._apply(*args, **kwargs)
-        self.resolved = self.model_cfg.attention.resolve(self.model_cfg, self.wo.weight.device)
-        return self
 
     def statistics(self, aux: Aux) -> dict[str, Tensor]:
         """Return metrics that only this variant has: float32 scalars by metric name.
@@ -288,7 +282,7 @@ class Attention(nn.Module):
         `dtype` is the dtype of queries and keys. If `documents` is given, queries see only keys of
         the same document.
         """
-        kernel = self.resolved.kernel(dtype, documents=documents is not None)
+        kernel = self.resolve(tokens.device).kernel(dtype, documents=documents is not None)
         return training_mask(kernel.value, documents, tokens)
 
     def reset_parameters(self, init: Initializer) -> None:

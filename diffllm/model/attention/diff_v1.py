@@ -197,7 +197,7 @@ class DiffV1Attention(Attention):
             # Exchange queries and keys once for both halves.
             kernel = partial(self.attend, mask=mask.mask)
             return mask.slices.around(kernel, q, k, v)
-        layout = self.resolved.settings["values"].value
+        layout = self.resolve(q.device).settings["values"].value
         # One query reads wide values from the cache; halves would copy the cache.
         if layout is Values.wide or q.shape[1] == 1:
             return super().attend(q, k, v, mask)

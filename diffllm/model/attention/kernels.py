@@ -82,7 +82,7 @@ class Resolved:
     """Value of each device-dependent config key, with the reason."""
 
     @property
-    def settled(self) -> AttentionConfig:
+    def device_config(self) -> AttentionConfig:
         """The config with the chosen value of each device-dependent key, such as `auto`."""
         values = {name: setting.value for name, setting in self.settings.items()}
         return replace(self.config, **values)
