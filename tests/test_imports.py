@@ -222,7 +222,7 @@ def test_architecture_diagram_matches_package_imports():
     assert sorted(drawn) == sorted(expected)
 
 
-def packages_after(code: str) -> set[str]:
+def imported_packages(code: str) -> set[str]:
     script = f"import sys\n{code}\nprint('\\n'.join(sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, encoding="utf-8", check=True
@@ -234,18 +234,18 @@ def test_import_of_diffllm_loads_neither_torch_nor_hydra():
     names = "{'load_config', 'build_model', 'load_model', 'train'}"
     code = f"import diffllm\nassert {names} <= set(diffllm.__all__)"
     heavy = {"torch", "hydra", "omegaconf", "numpy", "wandb", "datasets", "sentencepiece", "rich"}
-    assert not heavy & packages_after(code)
+    assert not heavy & imported_packages(code)
 
 
 def test_help_of_console_script_loads_neither_torch_nor_hydra():
     code = "from diffllm.cli import main\nassert main(['--help']) == 0"
-    assert not {"torch", "hydra"} & packages_after(code)
+    assert not {"torch", "hydra"} & imported_packages(code)
 
 
 def test_head_of_plan_loads_no_compiler_of_torch():
     code = "from diffllm.cli.plan_text import Cluster, head_text, plan\n"
     code += "print(head_text(plan(Cluster(), set(), ['model=tiny'])))"
-    assert "sympy" not in packages_after(code)
+    assert "sympy" not in imported_packages(code)
 
 
 def test_unknown_attribute_of_diffllm_raises_attribute_error():

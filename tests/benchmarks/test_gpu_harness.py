@@ -36,7 +36,7 @@ def item(how, **more):
     return Measurement(f"steps: {how}", "harness_calls.measure", {"how": how}, **more)
 
 
-def results_and_excluded(folder, items, resume=False, seconds=1000, **changes):
+def run_items(folder, items, resume=False, seconds=1000, **changes):
     """Run measurements; return result lines by name, and names that the deadline excluded."""
     left = run(items, folder, {**STAMP, **changes}, resume, time.monotonic() + seconds)
     return {line["name"]: line for line in read(folder / "results.jsonl")}, left
@@ -48,7 +48,7 @@ def test_gpu_harness_runs_remaining_measurements_after_failure_or_timeout(tmp_pa
     hanging = {"how": "hangs", "child": str(child)}
     items = [item("raises"), item("dies"), item("slow"), item("fast")]
     items.insert(2, Measurement("steps: hangs", "harness_calls.measure", hanging, limit=8))
-    lines, left = results_and_excluded(tmp_path, items)
+    lines, left = run_items(tmp_path, items)
     found = {name.removeprefix("steps: "): line["status"] for name, line in lines.items()}
     assert found == {
         "raises": "error", "dies": "died", "hangs": "timeout", "slow": "ok", "fast": "ok",
@@ -63,16 +63,14 @@ def test_gpu_harness_runs_remaining_measurements_after_failure_or_timeout(tmp_pa
     assert "| steps: hangs | timeout | after 8 s; no output |" in written
 
 
-def test_gpu_harness_skips_measurement_that_cannot_end_before_deadline(
-    tmp_path,
-):
-    lines, left = results_and_excluded(tmp_path, [item("fast")], seconds=20)
+def test_gpu_harness_skips_measurement_that_cannot_end_before_deadline(tmp_path):
+    lines, left = run_items(tmp_path, [item("fast")], seconds=20)
     assert (lines, left) == ({}, ["steps: fast"])
 
 
 def test_resumed_gpu_harness_repeats_failed_and_changed_measurements(tmp_path):
     items = [item("fast"), item("raises")]
-    results_and_excluded(tmp_path, items)
+    run_items(tmp_path, items)
     for words, again in (
         ({"resume": True}, ["raises"]),
         ({"resume": False}, ["fast", "raises"]),
@@ -80,14 +78,11 @@ def test_resumed_gpu_harness_repeats_failed_and_changed_measurements(tmp_path):
         ({"resume": True, "device": "other"}, ["fast", "raises"]),
     ):
         before = len(read(tmp_path / "results.jsonl"))
-        results_and_excluded(tmp_path, items, **words)
+        run_items(tmp_path, items, **words)
         names = [line["name"] for line in read(tmp_path / "results.jsonl")[before:]]
         assert names == [f"steps: {how}" for how in again]
     changed = Measurement("steps: fast", "harness_calls.measure", {"how": "slow"})
-    assert (
-        results_and_excluded(tmp_path, [changed], resume=True)[0]["steps: fast"]["result"]["ms"]
-        == 1000
-    )
+    assert run_items(tmp_path, [changed], resume=True)[0]["steps: fast"]["result"]["ms"] == 1000
 
 
 def test_compiled_graphs_are_restored_from_archive(tmp_path, capsys):
@@ -127,7 +122,7 @@ def test_config_of_every_gpu_measurement_loads(small, tmp_path):
 def test_gpu_harness_measures_duration_of_each_part_of_training_step(tmp_path):
     items = {x.name: x for name in ("A", "B") for x in stage(name, True, tmp_path)}
     names = ["facts", "step at 64: standard", "roofline in ms: standard"]
-    lines, _ = results_and_excluded(tmp_path, [items[name] for name in names])
+    lines, _ = run_items(tmp_path, [items[name] for name in names])
     assert {line["status"] for line in lines.values()} == {"ok"}, lines
     facts, step, roofline = (lines[name]["result"] for name in names)
     assert facts["torch"] == torch.__version__

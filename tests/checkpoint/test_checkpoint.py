@@ -26,6 +26,10 @@ from diffllm.training.step import train_step
 pytestmark = pytest.mark.usefixtures("gloo")
 
 VARIANTS = ("standard", "gated", "diff_v1", "diff_v2")
+MIXTURE = (
+    *("model.moe.n_experts=4", "model.moe.top_k=2", "model.moe.expert_dim=16"),
+    *("model.moe.balance_loss=0.01", "model.moe.bias_update_rate=0.01"),
+)
 
 
 @pytest.fixture
@@ -92,9 +96,17 @@ def test_resume_restores_loss_history_for_spike_detection(checkpointer):
     assert fresh.guard.judge(torch.tensor(4.1), torch.tensor(1.0)) == 0
 
 
-@pytest.mark.parametrize("variant", slow_but(["diff_v1", "diff_v2"], VARIANTS))
-def test_checkpoint_is_not_affected_by_training_steps_during_write(checkpointer, tmp_path, variant):
-    t, state = training_of(variant), LoopState()
+@pytest.mark.parametrize(
+    ("variant", "overrides"),
+    slow_but(
+        [("diff_v1", ()), ("diff_v2", MIXTURE)],
+        [*((variant, ()) for variant in VARIANTS), ("diff_v2", MIXTURE)],
+    ),
+)
+def test_checkpoint_is_not_affected_by_training_steps_during_write(
+    checkpointer, tmp_path, variant, overrides
+):
+    t, state = training_of(variant, *overrides), LoopState()
     for number in range(2):
         train_on_random_tokens(t, number)
     state.step, state.data, state.wandb_id = 2, {"seed": 0, "epoch": 0, "sample": 4}, "abc"
@@ -109,7 +121,10 @@ def test_checkpoint_is_not_affected_by_training_steps_during_write(checkpointer,
     moved = local_tensors(t)
     assert all(not torch.equal(moved[n], at_save[n]) for n in moved if n.endswith("wq.weight"))
 
-    fresh = training_of(variant, "seed=1")
+    if overrides:
+        assert {"bias", "load"} <= {name.rpartition("router.")[2] for name in moved}
+
+    fresh = training_of(variant, *overrides, "seed=1")
     torch.manual_seed(12345)
     loaded = resume(fresh, tmp_path / "step-00000002")
     assert_equal(local_tensors(fresh), at_save)

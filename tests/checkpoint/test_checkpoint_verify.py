@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs.one_rank import flip_bit, loop_of, write_checkpoint
+from runs.json_files import read_json, write_json
+from runs.one_rank import flip_bit, loop_of, sign, write_checkpoint
 
 from diffllm import load_config
 from diffllm.checkpoint.manifest import MANIFEST, faults, verify
@@ -130,6 +131,16 @@ def test_renamed_checkpoint_directory_is_rejected(three, capfd):
     assert main(["checkpoints", f"run={renamed.parents[1]}"]) == 1
     assert "has step 30" in capfd.readouterr().out
     assert newest_good([*three[:2], renamed]) == three[1]
+
+
+def test_resume_skips_checkpoint_with_invalid_state_and_matching_checksums(three, capfd):
+    state = read_json(three[2] / "state.json")
+    state["loop"]["tokens"] = -1
+    write_json(three[2] / "state.json", state)
+    sign(three[2])
+    assert verify(three[2]) == []
+    assert newest_good(three) == auto(three) == three[1]
+    assert "(loop.tokens in state.json is missing or invalid)" in capfd.readouterr().err
 
 
 def checkpoint_steps(directory: Path) -> list[int]:

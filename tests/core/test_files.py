@@ -20,6 +20,7 @@ from diffllm.core.atomic_directories import new_directory, publish, scratch_dire
 from diffllm.core.errors import ConfigError, InUseError
 from diffllm.core.files import (
     acquire,
+    open_regular,
     open_to_append,
     replace_file,
     why_no_file,
@@ -78,6 +79,18 @@ def test_replace_file_and_open_to_append_refuse_pipes_and_directories(tmp_path):
         with pytest.raises(OSError):  # noqa: PT011
             open_to_append(tmp_path / name)
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_open_regular_refuses_pipes_and_devices_without_waiting(tmp_path):
+    """A read would wait for the writer of a pipe, and would never reach the end of the device."""
+    for name in ("pipe", "pipe with writer"):
+        os.mkfifo(tmp_path / name)
+    writer = os.open(tmp_path / "pipe with writer", os.O_RDWR)
+    (tmp_path / "device").symlink_to("/dev/zero")
+    for name in ("pipe", "pipe with writer", "device"):
+        with pytest.raises(ValueError, match="is not a regular file"):
+            open_regular(tmp_path / name, 9, follow=True)
+    os.close(writer)
 
 
 def sorted_names(directory):

@@ -157,9 +157,7 @@ def test_heldout_selection_does_not_depend_on_document_position_or_length(
     assert max(chosen.lengths) > 40 * np.median(lengths)
 
 
-def test_heldout_text_sizes_and_hashes_match_corpus_documents(
-    prepared: TokenData,
-) -> None:
+def test_heldout_text_sizes_and_hashes_match_corpus_documents(prepared: TokenData) -> None:
     split = prepared.manifest.splits["heldout"]
     chosen = heldout_documents(prepared.split("heldout"), prepared.manifest.eos_id)
     assert (len(chosen), int(chosen.ends[-1])) == (split.documents, split.tokens)

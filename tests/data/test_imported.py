@@ -46,7 +46,7 @@ def make_token_config(prepared: TokenData, tmp_path: Path) -> Make:
     return config
 
 
-def copied_file(name: str, directory: Path) -> Path:
+def copy_file(name: str, directory: Path) -> Path:
     """Copy a token file and its index to a new directory."""
     directory.mkdir(exist_ok=True)
     for path in FILES.glob(f"{Path(name).stem}.*"):
@@ -107,7 +107,7 @@ def test_corpus_identity_does_not_change_if_token_files_are_moved(
     make_token_config: Make, tmp_path: Path
 ) -> None:
     first = prepare(make_token_config(FILES / NAMES[0]))
-    moved = copied_file(NAMES[0], tmp_path / "moved")
+    moved = copy_file(NAMES[0], tmp_path / "moved")
     second = prepare(make_token_config(moved))
     assert second.directory == first.directory
     assert second.paths == (str(moved),)

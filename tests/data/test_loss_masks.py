@@ -52,7 +52,7 @@ def write_masks(directory: Path, mask: np.ndarray, but: tuple[int, ...] = ()) ->
     write_json(directory / "manifest.json", manifest)
 
 
-def opened_stream(directory: Path) -> TokenStream:
+def open_stream(directory: Path) -> TokenStream:
     return TokenStream(directory, Manifest.load(directory), "train")
 
 
@@ -62,7 +62,7 @@ def masked(make_stream: MakeStream, tmp_path: Path) -> TokenStream:
     tokens, mask = random_documents()
     make_stream(tokens)
     write_masks(tmp_path / "stream", mask)
-    return opened_stream(tmp_path / "stream")
+    return open_stream(tmp_path / "stream")
 
 
 def test_loss_mask_range_may_span_several_shards(masked: TokenStream) -> None:
@@ -84,7 +84,7 @@ def test_loss_mask_is_true_for_all_tokens_of_shard_without_mask_file(
     assert not stream.masked
     assert stream.loss_mask(3, 200).all()
     write_masks(tmp_path / "stream", mask, but=(1,))
-    found = opened_stream(tmp_path / "stream")
+    found = open_stream(tmp_path / "stream")
     expected = mask.copy()
     expected[97:194] = True
     assert found.loss_mask(0, TOKENS).tolist() == expected.tolist()
@@ -101,7 +101,7 @@ def test_token_shards_have_no_loss_mask_if_manifest_has_no_mask_keys(
     for shard in manifest["splits"]["train"]["shards"]:
         del shard["mask"], shard["mask_sha256"]
     write_json(file, manifest)
-    assert not opened_stream(tmp_path / "stream").masked
+    assert not open_stream(tmp_path / "stream").masked
 
 
 def test_damaged_loss_mask_file_raises_error_with_path(masked: TokenStream, tmp_path: Path) -> None:
@@ -112,10 +112,10 @@ def test_damaged_loss_mask_file_raises_error_with_path(masked: TokenStream, tmp_
         masked.loss_mask(0, 98)
     file.write_bytes(bytes(96))
     with pytest.raises(DataError, match=r"train-00001\.mask: 96 bytes, expected 97"):
-        opened_stream(tmp_path / "stream")
+        open_stream(tmp_path / "stream")
     file.unlink()
     with pytest.raises(DataError, match=r"train-00001\.mask: no file, expected"):
-        opened_stream(tmp_path / "stream")
+        open_stream(tmp_path / "stream")
 
 
 def test_stream_sequences_ignore_targets_outside_the_loss_mask(
@@ -205,7 +205,7 @@ def test_heldout_split_is_refused_if_loss_mask_excludes_all_tokens(
 ) -> None:
     write_masks(tmp_path / "stream", np.zeros(TOKENS, bool))
     with pytest.raises(DataError, match="no token to predict"):
-        heldout_tokens(opened_stream(tmp_path / "stream"), EOS)
+        heldout_tokens(open_stream(tmp_path / "stream"), EOS)
 
 
 def test_corpus_token_hash_depends_on_loss_masks(masked: TokenStream, tmp_path: Path) -> None:

@@ -63,9 +63,7 @@ def drawn_items(draw: st.DrawFn) -> tuple[list[int], int]:
 
 @settings(max_examples=100)
 @given(drawn_items())
-def test_best_fit_decreasing_matches_reference_implementation(
-    drawn: tuple[list[int], int],
-) -> None:
+def test_best_fit_decreasing_matches_reference_implementation(drawn: tuple[list[int], int]) -> None:
     sizes, capacity = drawn
     bins, count = best_fit_decreasing(np.array(sizes, np.int64), capacity)
     expected = plainly_packed(sizes, capacity)

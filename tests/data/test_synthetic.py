@@ -79,9 +79,7 @@ def document_places(stream: TokenStream, eos_id: int) -> list[np.ndarray]:
     return np.split(np.arange(len(stream)), np.flatnonzero(ids == eos_id) + 1)[:-1]
 
 
-def test_loss_mask_of_mqar_document_selects_only_the_answers(
-    tmp_path: Path,
-) -> None:
+def test_loss_mask_of_mqar_document_selects_only_the_answers(tmp_path: Path) -> None:
     tokenizer, stream = synthetic_data(tmp_path, "data.level={filler: 8}")
     predicted = stream.loss_mask(0, len(stream))
     ids = np.asarray(stream.tokens(0, len(stream)))

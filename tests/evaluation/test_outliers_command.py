@@ -17,7 +17,7 @@ from diffllm.evaluation.outliers import measure_outliers
 
 
 @pytest.fixture(scope="module")
-def six_step_run(tmp_path_factory):
+def outliers_run(tmp_path_factory):
     directory = tmp_path_factory.mktemp("trained")
     corpus = prepared_corpus(directory)
     words = ("steps=6", "checkpoint.interval=3", "attention=diff_v2")
@@ -30,25 +30,25 @@ def outliers(capfd):
     return lambda *words: call(lambda: tools.main(["outliers", *words]), capfd)
 
 
-def test_json_output_of_outliers_command_matches_measure_outliers(six_step_run, outliers):
-    first = outliers(f"run={six_step_run}", "tokens=100", "--json")
+def test_json_output_of_outliers_command_matches_measure_outliers(outliers_run, outliers):
+    first = outliers(f"run={outliers_run}", "tokens=100", "--json")
     assert first.code == 0, first.err
     found = json.loads(first.out)
     assert (found["step"], found["sequences"], found["tokens"]) == (6, 2, 128)
     assert found["variant"] == "diff_v2"
     assert [layer["layer"] for layer in found["layers"]] == [0, 1]
-    assert outliers(f"run={six_step_run}", "tokens=100", "json=true").out == first.out
-    tokens = prepare(load_run_config(six_step_run).data).split("heldout").tokens(0, 128)
+    assert outliers(f"run={outliers_run}", "tokens=100", "json=true").out == first.out
+    tokens = prepare(load_run_config(outliers_run).data).split("heldout").tokens(0, 128)
     rows = torch.tensor(tokens.astype("int64")).view(2, 1, 64)
     sequences = [HeldoutSequence(row, row, None) for row in rows]
-    expected = measure_outliers(load_model(six_step_run)[0], sequences)
+    expected = measure_outliers(load_model(outliers_run)[0], sequences)
     told = json.loads(json.dumps(expected))
     for layer, own in zip(found["layers"], told, strict=True):
         assert {**own, "layer": layer["layer"]} == layer
 
 
-def test_outliers_command_prints_values_of_every_attention_map(six_step_run, outliers):
-    done = outliers(f"run={six_step_run}", "step=3", "tokens=64")
+def test_outliers_command_prints_values_of_every_attention_map(outliers_run, outliers):
+    done = outliers(f"run={outliers_run}", "step=3", "tokens=64")
     assert done.code == 0, done.err
     assert "diff_v2, step 3, the first 64 held-out tokens (1 sequences), float32" in done.out
     for title in ("Hidden states", "Attention logits", "First token"):
@@ -68,18 +68,18 @@ def test_outliers_command_prints_values_of_every_attention_map(six_step_run, out
     ],
 )
 def test_outliers_command_prints_single_error_line_for_invalid_arguments(
-    six_step_run, outliers, words, named
+    outliers_run, outliers, words, named
 ):
-    done = outliers(*(word.format(run=six_step_run) for word in words))
+    done = outliers(*(word.format(run=outliers_run) for word in words))
     assert (done.code, done.out) == (2, "")
     assert named in done.err
     assert done.err.count("\n") == 1
 
 
 def test_outliers_command_refuses_changed_corpus_or_missing_checkpoint(
-    six_step_run, outliers, tmp_path
+    outliers_run, outliers, tmp_path
 ):
-    other = shutil.copytree(six_step_run, tmp_path / "other")
+    other = shutil.copytree(outliers_run, tmp_path / "other")
     facts = read_json(other / "run.json")
     write_json(other / "run.json", facts | {"corpus": "0" * 64})
     done = outliers(f"run={other}")

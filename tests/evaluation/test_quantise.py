@@ -174,9 +174,7 @@ def quantised_subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
 
 @pytest.mark.fast_cases(1)
 @torch.no_grad()
-def test_losses_of_quantise_evaluation_match_reference(
-    quantised_subject: Subject,
-) -> None:
+def test_losses_of_quantise_evaluation_match_reference(quantised_subject: Subject) -> None:
     before = {name: value.clone() for name, value in quantised_subject.model.state_dict().items()}
     settings = QUANTISE.settings(quantised_subject, EvaluationOptions(limit=9))
     assert settings["sequences"] == 9

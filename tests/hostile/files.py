@@ -345,6 +345,8 @@ FILES: dict[str, HostileFile] = {
     "file index": cached("file_index.json", 30),
     "packing plan": cached("packing/*/plan.json", 30),
     "starts of pieces": cached("packing/*/starts.bin"),
+    "lengths of pieces": cached("packing/*/lengths.bin"),
+    "first pieces": cached("packing/*/firsts.bin"),
     "checksums": cached("*/*/.*.verified"),
     "cached tokenizer": cached("tokenizers/*/tokenizer.model", settle=retrain),
     "cached manifest": cached("tokens/*/manifest.json"),

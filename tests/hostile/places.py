@@ -68,7 +68,7 @@ def write_records(place: Path) -> None:
     """Write the records and results of a run without checkpoints."""
     write_run(place, "attention=diff_v2", lines=[METRICS], facts=FACTS)
     (place / "changes.jsonl").write_text(json.dumps(CHANGE) + "\n", encoding="utf-8")
-    (place / "events.jsonl").write_text(json.dumps(EVENT) + "\n", encoding="utf-8")
+    (place / "events.jsonl").write_text(f"{json.dumps(EVENT)}\n" * 2, encoding="utf-8")
     write_train_seconds(place, [0.5, 0.25])
     file = place / "evaluation" / "step-00000004" / "own.jsonl"
     store_result(file, RESULT, [{"level": 0, "correct": i == 1} for i in range(3)])

@@ -17,6 +17,10 @@ MANY_NODES = f"has more than {MOST_NODES:,} keys and values"
 WRONG_TYPE = "has a score with a field of the wrong type"
 SPLIT = ("splits", "train")
 SHARD = (*SPLIT, "shards", 0)
+DAMAGED_ARRAY = [
+    (flip_bit, r"\.bin: damaged: its sha256 is not"),
+    (cut(1), r"\.bin: \d+ bytes, expected \d+"),
+]
 
 
 def losses(**arrays: object) -> Damage:
@@ -24,6 +28,12 @@ def losses(**arrays: object) -> Damage:
     file = io.BytesIO()
     np.savez(file, allow_pickle=True, **{**vars(LOSSES), **arrays})
     return content(file.getvalue())
+
+
+def without_tokens(file: Path) -> None:
+    with np.load(file) as arrays:
+        others = {name: arrays[name] for name in arrays if name != "tokens"}
+    np.savez(file, **others)
 
 
 def array(values: np.ndarray) -> Damage:
@@ -61,10 +71,10 @@ DAMAGES: dict[str, list[tuple[Damage, str]]] = {
         (content('{"step": 3, "changes": [1]}\n'), "contains a line without"),
     ],
     "events.jsonl": [
-        (put("kind", value="spike"), "is damaged: line 1: kind='spike' must be one of loss_spike"),
-        (put("step", value=-1), "line 1: step and tokens must be at least 0"),
-        (put("batch", "samples", value={"a": [8]}), r"line 1: batch.samples.a=\[8\] must be"),
-        (put("batch", "samples", value={"a": [0, 2**40]}), "line 1: batch.samples.a="),
+        (put("kind", value="spike"), "is damaged: line 2: kind='spike' must be one of loss_spike"),
+        (put("step", value=-1), "line 2: step and tokens must be at least 0"),
+        (put("batch", "samples", value={"a": [8]}), r"line 2: batch.samples.a=\[8\] must be"),
+        (put("batch", "samples", value={"a": [0, 2**40]}), "line 2: batch.samples.a="),
         (Path.unlink, "an older version trained this run"),
     ],
     "config.yaml": [(content(BOMB), MANY_NODES)],
@@ -93,6 +103,7 @@ DAMAGES: dict[str, list[tuple[Damage, str]]] = {
     "document losses": [
         (content(""), "is damaged: "),
         (cut(30), "is damaged: "),
+        (without_tokens, "is damaged: .*tokens"),
         (losses(tokens=LOSSES.tokens[:2]), "is damaged: tokens is int64 of shape"),
         (losses(tokens=0 * LOSSES.tokens), "documents without tokens"),
         (losses(bytes=LOSSES.nats), "is damaged: bytes is float64 of shape"),
@@ -106,6 +117,7 @@ DAMAGES: dict[str, list[tuple[Damage, str]]] = {
         (lines(lambda texts: [texts[0], *texts[2:], texts[1]]), "its checksum differs"),
         (put("correct", value=True), "its checksum differs"),
         (lines(lambda texts: [texts[0].replace("0.333", "0.999"), *texts[1:]]), "differs"),
+        (lines(lambda texts: [texts[0].replace("sha256", "sha"), *texts[1:]]), "differs"),
         (lines(lambda texts: texts[1:]), "is not a result of an evaluation"),
         (content(""), "is not JSON"),
         (content("[]"), "is not a result of an evaluation"),
@@ -164,10 +176,9 @@ DAMAGES: dict[str, list[tuple[Damage, str]]] = {
         (put("files", value={}), "files must be starts.bin, lengths.bin"),
         (put("files", "starts.bin", "bytes", value=10**30), "beyond 64 bits"),
     ],
-    "starts of pieces": [
-        (flip_bit, r"starts\.bin: damaged: its sha256 is not"),
-        (cut(1), r"starts\.bin: \d+ bytes, expected \d+"),
-    ],
+    "starts of pieces": DAMAGED_ARRAY,
+    "lengths of pieces": DAMAGED_ARRAY,
+    "first pieces": DAMAGED_ARRAY,
     "partial tokens": [(flip_bit, "damaged: ")],
     "tokens": [
         (cut(2), r"train-00000-00000\.bin: [\d,]+ bytes, expected .* delete .* to prepare"),

@@ -34,7 +34,7 @@ def moved_files(workplace: Path) -> Path:
 
 
 @pytest.fixture
-def diffllm(moved_files: Path, environment: dict[str, str]) -> Any:
+def run_command(moved_files: Path, environment: dict[str, str]) -> Any:
     """Return a function that runs a command, which must succeed, and returns its stdout."""
 
     def run(*words: str) -> str:
@@ -61,12 +61,12 @@ ROUNDING = 5e-8
 CPU round both losses differently."""
 
 
-def nearly(value: Any) -> Any:
+def approximately(value: Any) -> Any:
     """Return a value that compares equal to values with the same numbers except for rounding."""
     if isinstance(value, dict):
-        return {key: nearly(part) for key, part in value.items()}
+        return {key: approximately(part) for key, part in value.items()}
     if isinstance(value, list):
-        return [nearly(part) for part in value]
+        return [approximately(part) for part in value]
     return pytest.approx(value, rel=1e-3, abs=ROUNDING) if isinstance(value, float) else value
 
 
@@ -121,11 +121,11 @@ def test_resumed_run_of_older_version_matches_uninterrupted_run(
     assert not (run / "changes.jsonl").exists()
 
 
-def test_checkpoints_command_accepts_checkpoints_of_older_version(diffllm: Any) -> None:
+def test_checkpoints_command_accepts_checkpoints_of_older_version(run_command: Any) -> None:
     found = {
         name: [
             (each["step"], each["state"], each["ranks"])
-            for each in json.loads(diffllm("checkpoints", f"run=outputs/{name}", "--json"))
+            for each in json.loads(run_command("checkpoints", f"run=outputs/{name}", "--json"))
         ]
         for name in ("run", "ranks", "sweep/diff_v2-seed0")
     }
@@ -136,22 +136,20 @@ def test_checkpoints_command_accepts_checkpoints_of_older_version(diffllm: Any) 
     }
 
 
-def test_consolidated_weights_of_older_run_match_stored_export(diffllm: Any) -> None:
-    diffllm("consolidate", "run=outputs/run", "out=whole")
+def test_consolidated_weights_of_older_run_match_stored_export(run_command: Any) -> None:
+    run_command("consolidate", "run=outputs/run", "out=whole")
     assert sorted_parameters("whole") == sorted_parameters("exported")
 
 
 @pytest.mark.slow
-def test_export_and_import_of_older_run_match_stored_results(
-    diffllm: Any,
-) -> None:
-    diffllm("export", "run=outputs/run", "out=again")
+def test_export_and_import_of_older_run_match_stored_results(run_command: Any) -> None:
+    run_command("export", "run=outputs/run", "out=again")
     assert sorted_parameters("again") == sorted_parameters("exported")
     before, after = (read_json(Path(p, "config.json")) for p in ("exported", "again"))
     assert before == after
-    diffllm("import", "hf=exported", "out=outputs/imported")
+    run_command("import", "hf=exported", "out=outputs/imported")
     text = (EXPECTED / "generated.txt").read_text(encoding="utf-8")
-    assert diffllm("generate", "run=outputs/imported", *GREEDY) == text
+    assert run_command("generate", "run=outputs/imported", *GREEDY) == text
 
 
 def sorted_parameters(directory: str) -> list[tuple[list[int], bytes]]:
@@ -161,27 +159,29 @@ def sorted_parameters(directory: str) -> list[tuple[list[int], bytes]]:
 
 
 def test_output_of_generate_and_outliers_commands_matches_older_version(
-    moved_files: Path, diffllm: Any
+    moved_files: Path, run_command: Any
 ) -> None:
     text = (EXPECTED / "generated.txt").read_text(encoding="utf-8")
-    assert diffllm("generate", "run=outputs/run", *GREEDY) == text
-    assert nearly(expected_content("outliers.json")) == json.loads(
-        diffllm("outliers", "run=outputs/run", "--json")
+    assert run_command("generate", "run=outputs/run", *GREEDY) == text
+    assert approximately(expected_content("outliers.json")) == json.loads(
+        run_command("outliers", "run=outputs/run", "--json")
     )
-    diffllm("attention-map", "run=outputs/run", GREEDY[0], "out=map.png")
+    run_command("attention-map", "run=outputs/run", GREEDY[0], "out=map.png")
     assert (moved_files / "map.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_evaluation_scores_of_older_run_match_stored_scores(
-    moved_files: Path, diffllm: Any
+    moved_files: Path, run_command: Any
 ) -> None:
     run = moved_files / "outputs" / "sweep" / "diff_v2-seed0"
     before = scores(run)
-    shown = json.loads(diffllm("evaluate", f"run={run}", "suite=checkpoint", "limit=4", "--json"))
+    shown = json.loads(
+        run_command("evaluate", f"run={run}", "suite=checkpoint", "limit=4", "--json")
+    )
     assert shown
     for name in shown:
         found = scores(run)[name]
-        assert found == nearly({of: before[name][of] for of in found})
+        assert found == approximately({of: before[name][of] for of in found})
 
 
 def scores(run: Path) -> dict[str, dict[str, Any]]:
@@ -194,12 +194,14 @@ def scores(run: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_repeated_sweep_of_older_version_changes_no_run(moved_files: Path, diffllm: Any) -> None:
+def test_repeated_sweep_of_older_version_changes_no_run(
+    moved_files: Path, run_command: Any
+) -> None:
     sweep = moved_files / "outputs" / "sweep"
     own = ("attention=", "seed=", "run.sweep=", "run.swept=", "run.name=")
     words = [word for word in command_words(sweep / "standard-seed0") if not word.startswith(own)]
     runs = snapshot(*sweep.glob("*-seed?"))
-    diffllm("-m", *words, "attention=standard,diff_v2", "seed=0,1", "run.sweep=sweep")
+    run_command("-m", *words, "attention=standard,diff_v2", "seed=0,1", "run.sweep=sweep")
     assert changes(runs, snapshot(*sweep.glob("*-seed?"))) == []
 
     before = csv_table(MADE / "runs" / "sweep" / "report.csv")
@@ -210,7 +212,7 @@ def test_repeated_sweep_of_older_version_changes_no_run(moved_files: Path, diffl
     changed |= {key for key in before[0] if key.startswith("gap_at_flops") or "_error" in key}
     for row, row_before in zip(reported, before, strict=True):
         equal = {key: value for key, value in row_before.items() if key not in changed}
-        assert {key: row.get(key) for key in equal} == nearly(equal)
+        assert {key: row.get(key) for key in equal} == approximately(equal)
     assert reported[1]["gap_documents_low"] < reported[1]["gap"] < reported[1]["gap_documents_high"]
     assert any("phonebook" in key for key in reported[0]), "results of a removed task are missing"
 
@@ -227,34 +229,34 @@ def number(text: str) -> float | str:
     return text
 
 
-def test_finished_study_of_older_version_keeps_verdict(moved_files: Path, diffllm: Any) -> None:
+def test_finished_study_of_older_version_keeps_verdict(moved_files: Path, run_command: Any) -> None:
     runs = [file.parent for file in (moved_files / "outputs" / "study").rglob("config.yaml")]
     assert len(runs) == 10
     seen = snapshot(*runs)
-    diffllm("study", "run", "study.yaml", "out=outputs/study")
+    run_command("study", "run", "study.yaml", "out=outputs/study")
     assert changes(seen, snapshot(*runs)) == []
-    found = json.loads(diffllm("study", "verdict", "study.yaml", "out=outputs/study", "--json"))
+    found = json.loads(run_command("study", "verdict", "study.yaml", "out=outputs/study", "--json"))
     before = expected_content("verdict.json")
     for arm in before["arms"].values():
         arm["low"] = max(arm["low"], 0.0)  # Intervals of a loss now end at 0.
     for key in ("hash", "arms", "learning_rates"):
-        assert found[key] == nearly(before[key]), key
+        assert found[key] == approximately(before[key]), key
     assert found["rules"][0]["verdict"] == before["verdict"]
     assert found["would_be"] == "not comparable", "the study does not declare the key unequal"
     # The runs have the hash of the study file alone, without their settings.
     assert found["verdict"] == "exploratory"
     assert found["reasons"][1].startswith("arms differ in parameters: 2.604k in standard; 2.644k")
-    assert found["rules"][0]["gap"] == nearly(before["rules"][0]["gap"])
+    assert found["rules"][0]["gap"] == approximately(before["rules"][0]["gap"])
 
 
 def test_prepare_reuses_tokens_and_packing_plans_of_older_version(
-    moved_files: Path, diffllm: Any
+    moved_files: Path, run_command: Any
 ) -> None:
     cache = cached(moved_files)
     assert len(cache) == 9
     for name in ("run", "ranks"):
         words = command_words(moved_files / "outputs" / name)
-        diffllm("prepare", *(word for word in words if not word.startswith("parallel.")))
+        run_command("prepare", *(word for word in words if not word.startswith("parallel.")))
     assert changes(cache, cached(moved_files)) == []
 
 
@@ -266,8 +268,10 @@ def test_run_of_older_version_is_accepted_as_weights_source(moved_files: Path) -
 
 @pytest.mark.slow
 def test_report_and_power_commands_accept_runs_of_older_version(
-    moved_files: Path, diffllm: Any
+    moved_files: Path, run_command: Any
 ) -> None:
-    diffllm("report", "outputs/run", "outputs/ranks", "outputs/sweep", "outputs/study", "out=all")
+    run_command(
+        "report", "outputs/run", "outputs/ranks", "outputs/sweep", "outputs/study", "out=all"
+    )
     assert len(csv_table(moved_files / "all" / "report.csv")) == 12
-    assert json.loads(diffllm("power", "outputs/sweep", "gap=0.02", "--json"))
+    assert json.loads(run_command("power", "outputs/sweep", "gap=0.02", "--json"))

@@ -17,7 +17,7 @@ MASKED = {"masked": ("data.mask_documents=true", "data.packing=best_fit"), "caus
 
 
 @pytest.fixture(scope="module", params=slow_but(["masked"], MASKED))
-def words_and_run(request, corpus, tmp_path_factory):
+def one_process(request, corpus, tmp_path_factory):
     """Return (overrides, run in one process)."""
     run = tmp_path_factory.mktemp("whole") / "run"
     words = (*WORDS, *MASKED[request.param])
@@ -42,8 +42,8 @@ def assert_close_metrics(run, other):
             assert line[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
 
 
-def test_run_on_slices_logs_metrics_of_run_in_one_process(corpus, words_and_run, tmp_path):
-    words, expected = words_and_run
+def test_run_on_slices_logs_metrics_of_run_in_one_process(corpus, one_process, tmp_path):
+    words, expected = one_process
     run = tmp_path / "run"
     finish(corpus, run, *words, "parallel.context=2", ranks=2)
     assert_close_metrics(run, expected)
@@ -55,9 +55,9 @@ def test_run_on_slices_logs_metrics_of_run_in_one_process(corpus, words_and_run,
 
 @pytest.mark.slow
 def test_killed_run_on_slices_resumes_bit_identically_and_in_one_process(
-    corpus, words_and_run, tmp_path
+    corpus, one_process, tmp_path
 ):
-    words, expected = words_and_run
+    words, expected = one_process
     sliced = (*words, "parallel.context=2")
     straight, broken, single = (tmp_path / name for name in ("straight", "broken", "single"))
     finish(corpus, straight, *sliced, ranks=2)
@@ -72,8 +72,8 @@ def test_killed_run_on_slices_resumes_bit_identically_and_in_one_process(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words_and_run", ["causal"], indirect=True)
-def test_compiled_run_on_slices_logs_metrics_of_run_in_one_process(corpus, words_and_run, tmp_path):
-    words, expected = words_and_run
+@pytest.mark.parametrize("one_process", ["causal"], indirect=True)
+def test_compiled_run_on_slices_logs_metrics_of_run_in_one_process(corpus, one_process, tmp_path):
+    words, expected = one_process
     finish(corpus, tmp_path / "run", *words, "parallel.context=2", "compile=true", ranks=2)
     assert_close_metrics(tmp_path / "run", expected)

@@ -38,7 +38,7 @@ def study_of_two_arms(path: Path, tiny: list[str]) -> Path:
     return path
 
 
-def ended_runs(out: Path) -> set[str]:
+def finished_runs(out: Path) -> set[str]:
     return {str(file.parent.relative_to(out)) for file in out.glob("**/summary.json")}
 
 
@@ -55,7 +55,7 @@ STOPS = [
 
 
 def summary_times(out: Path) -> dict[str, int]:
-    return {name: (out / name / "summary.json").stat().st_mtime_ns for name in ended_runs(out)}
+    return {name: (out / name / "summary.json").stat().st_mtime_ns for name in finished_runs(out)}
 
 
 def test_interrupted_study_matches_uninterrupted_study(tmp_path, tiny, environment):
@@ -85,7 +85,7 @@ def test_interrupted_study_matches_uninterrupted_study(tmp_path, tiny, environme
     assert result.code == 0, result
     assert "all runs of" in result.out
     assert summary_times(out).items() >= before.items()
-    assert ended_runs(out) == {*RATES, *DECIDING}
+    assert finished_runs(out) == {*RATES, *DECIDING}
 
     undisturbed = tmp_path / "undisturbed"
     again = tool_command(["study", "run", str(path), f"out={undisturbed}"])

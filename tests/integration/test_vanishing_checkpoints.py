@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from diffllm.checkpoint import manifest, reader
-from diffllm.cli import main
+from diffllm.cli import checkpoints, main
 from diffllm.core.errors import CheckpointError
 from diffllm.evaluation.load import load_model
 
@@ -55,6 +55,7 @@ def vanishing(monkeypatch: pytest.MonkeyPatch, run: Path, module: object, name: 
         ("consolidate", reader, "read_index"),
         ("checkpoints", manifest, "verify"),
         ("checkpoints", manifest, "read_state"),
+        ("checkpoints", checkpoints, "read_state"),
     ],
 )
 def test_commands_skip_checkpoint_that_another_process_deletes(

@@ -75,13 +75,14 @@ def requesting(fault: Fault, words: list[str]) -> int:
     return planted_train.main(fault, words)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_cancel_tag_stops_all_ranks_after_checkpoint_without_requeue(
-    server: WandbServer, corpus: Path, tmp_path: Path
+    server: WandbServer, corpus: Path, tmp_path: Path, ranks: int
 ) -> None:
     run = tmp_path / "run"
     words = overrides_of(corpus, run, *ONLINE, "steps=30", "wandb.cancel_tag=true")
     gate = Gate(run, 4)
-    process = ForkedRun(words, 2, run, main=requesting)
+    process = ForkedRun(words, ranks, run, main=requesting)
     process.wait_for(gate.reached, "gate")
     stored = only_run(server)
     stored.added_tags.append("cancel")
@@ -98,7 +99,7 @@ def test_cancel_tag_stops_all_ranks_after_checkpoint_without_requeue(
     assert (stored.summary["state"], stored.summary["reason"]) == ("cancelled", reason)
 
     stored.added_tags.clear()
-    output = ForkedRun(words, 2, run, main=requesting).finish()
+    output = ForkedRun(words, ranks, run, main=requesting).finish()
     assert f"resumes from step {step}" in output
     assert stored.summary["state"] == "finished"
     assert stored.summary.get("reason") is None

@@ -92,27 +92,31 @@ def run_until(
     return process.text()
 
 
+KILLS = (None, None, None)
+SIGNALS = (signal.SIGUSR1, signal.SIGUSR1, signal.SIGUSR1)
+
+
 @pytest.mark.parametrize(
-    ("mode", "number"),
+    ("mode", "numbers"),
     [
-        ("online", None),
-        ("online", signal.SIGUSR1),
-        ("offline", signal.SIGUSR1),
-        ("synced between", None),
-        ("then online", None),
+        ("online", KILLS),
+        ("online", SIGNALS),
+        ("offline", (None, signal.SIGUSR1, None)),
+        ("synced between", KILLS),
+        ("then online", KILLS),
     ],
 )
 def test_history_has_each_step_once_after_three_stops(
-    server: WandbServer, corpus: Path, tmp_path: Path, mode: str, number: int | None
+    server: WandbServer, corpus: Path, tmp_path: Path, mode: str, numbers: tuple[int | None, ...]
 ) -> None:
     """The first kill precedes the first checkpoint; SIGUSR1 lets a scheduler requeue the run."""
     run = tmp_path / "run"
     words = ONLINE if mode == "online" else OFFLINE
-    for step in (3, 17, 24):
+    for step, number in zip((3, 17, 24), numbers, strict=True):
         output = run_until(server, corpus, run, step, *words, number=number)
         if mode == "synced between" and step == 17:
             sync(output)
-    if words == OFFLINE and not number:
+    if words == OFFLINE:
         # wandb writes the first record after a second; `wandb sync` refuses an earlier file.
         (file,) = run.glob("wandb/offline-run-*/*.wandb")
         file.write_bytes(file.read_bytes()[:7])

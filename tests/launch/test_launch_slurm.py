@@ -70,9 +70,7 @@ def test_slurm_script_requeues_job_only_if_requeue_marker_exists(
     assert scontrol == (["requeue", "77"] if requeued else None)
 
 
-def test_slurm_script_finds_requeue_marker_in_custom_run_directory(
-    tmp_path,
-):
+def test_slurm_script_finds_requeue_marker_in_custom_run_directory(tmp_path):
     words = ["attention=gated", "run.dir=elsewhere/a b", "seed=1"]
     _, srun, scontrol = job_calls(tmp_path, *words, marker=True)
     assert srun[-3:] == words

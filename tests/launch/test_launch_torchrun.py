@@ -142,7 +142,7 @@ def test_torchrun_script_exits_with_75_only_if_requeue_marker_exists(
     assert given[given.index("train") + 1 :] == [f"run.dir={run}"] * named + ["seed=1"]
 
 
-def started_process(words: list[str], **variables: str) -> subprocess.Popen:
+def start_process(words: list[str], **variables: str) -> subprocess.Popen:
     return subprocess.Popen(
         [str(word) for word in words],
         env=environment_with(Path("/nowhere"), **variables),
@@ -178,7 +178,7 @@ def test_workers_save_checkpoint_after_signal_to_torchrun_script(tmp_path):
     stops = ((signal.SIGTERM, "1", 0), (signal.SIGUSR1, "1", 0), (signal.SIGINT, "2", 130))
     for number, ranks, code in stops:
         words = overrides_of(corpus, run, *SMALL)
-        process = started_process([SCRIPT, *words], NPROC_PER_NODE=ranks)
+        process = start_process([SCRIPT, *words], NPROC_PER_NODE=ranks)
         wait_for(lambda: steps_logged(run)[last:], process, f"step after {last}")  # noqa: B023
         process.send_signal(number)
         output = finished_output(process, code)
@@ -208,7 +208,7 @@ def test_torchrun_ends_if_script_receives_signal_before_workers_start(tmp_path):
 @pytest.mark.slow
 def test_worker_processes_end_if_torchrun_is_killed(tmp_path):
     corpus, run = prepared_corpus(tmp_path), tmp_path / "run"
-    process = started_process(command_line(corpus, run, *SMALL, ranks=2))
+    process = start_process(command_line(corpus, run, *SMALL, ranks=2))
     wait_for((run / "metrics.jsonl").exists, process, "first step")
     below = descendants(process.pid)
     assert len(below) >= 2

@@ -42,7 +42,7 @@ def named_config(*overrides: str) -> TrainConfig:
 
 
 @pytest.fixture
-def begun_run(tmp_path: Path, source_tokenizer: Path) -> Path:
+def started_run(tmp_path: Path, source_tokenizer: Path) -> Path:
     """Return the directory of a run with one logged step and one checkpoint."""
     directory = RunDirectory(tmp_path / "run", named_config())
     directory.check()
@@ -112,10 +112,10 @@ def test_invalid_run_name_is_refused(name):
 # Identity
 
 
-def test_resume_with_same_config_is_allowed(begun_run):
-    before = snapshot(begun_run)
-    RunDirectory(begun_run, named_config()).check()
-    assert snapshot(begun_run) == before
+def test_resume_with_same_config_is_allowed(started_run):
+    before = snapshot(started_run)
+    RunDirectory(started_run, named_config()).check()
+    assert snapshot(started_run) == before
 
 
 OTHERS = [
@@ -130,22 +130,22 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("override", "key"), slow_but(OTHERS[:2], OTHERS))
-def test_resume_error_for_changed_config_mentions_changed_key(begun_run, override, key):
-    before = snapshot(begun_run)
+def test_resume_error_for_changed_config_mentions_changed_key(started_run, override, key):
+    before = snapshot(started_run)
     with pytest.raises(ConfigError, match="was made with another config") as caught:
-        RunDirectory(begun_run, named_config(override)).check()
+        RunDirectory(started_run, named_config(override)).check()
     named = [part.strip() for part in re.split(r"[(;)]", str(caught.value))]
     assert any(part.startswith(key) for part in named)
     assert "\n" not in str(caught.value)
-    assert snapshot(begun_run) == before
+    assert snapshot(started_run) == before
 
 
-def test_resume_error_names_experiment_of_the_run(begun_run):
+def test_resume_error_names_experiment_of_the_run(started_run):
     """An older version chose other defaults for the same command."""
     cfg = named_config("seed=7")
     cfg.resolved.choices["experiment"] = "quickstart"
     with pytest.raises(ConfigError, match=r"choose another run.name, add experiment=none, or"):
-        RunDirectory(begun_run, cfg).check()
+        RunDirectory(started_run, cfg).check()
 
 
 FREE = [
@@ -162,8 +162,8 @@ FREE = [
 
 
 @pytest.mark.parametrize("override", slow_but(FREE[:3], FREE))
-def test_resume_allows_changes_of_settings_that_do_not_affect_results(begun_run, override):
-    RunDirectory(begun_run, named_config(override)).check()
+def test_resume_allows_changes_of_settings_that_do_not_affect_results(started_run, override):
+    RunDirectory(started_run, named_config(override)).check()
 
 
 def test_resume_of_older_diff_v1_run_accepts_explicit_value_layout(tmp_path, source_tokenizer):
@@ -206,23 +206,23 @@ def test_resume_of_parameter_matched_run_keeps_ffn_width(matched_run, monkeypatc
     assert saved.model.ffn_dim == saved.resolved.matched.ffn_dim > 384
 
 
-def test_resume_keeps_tokenizer_and_removes_incomplete_checkpoints(begun_run, tmp_path):
-    cut_short = begun_run / "checkpoints" / ".step-00000002.incomplete"
+def test_resume_keeps_tokenizer_and_removes_incomplete_checkpoints(started_run, tmp_path):
+    cut_short = started_run / "checkpoints" / ".step-00000002.incomplete"
     cut_short.mkdir(parents=True)
     (cut_short / "part").touch()
     other = tmp_path / "other.model"
     other.write_bytes(b"other pieces")
-    directory = RunDirectory(begun_run, named_config())
+    directory = RunDirectory(started_run, named_config())
     directory.begin(other, step=1)
-    assert (begun_run / "tokenizer.model").read_bytes() == b"pieces"
+    assert (started_run / "tokenizer.model").read_bytes() == b"pieces"
     assert not cut_short.exists()
     assert [path.name for path in directory.checkpoints] == ["step-00000001"]
     directory.begin(other)  # without a usable checkpoint, the run begins again
-    assert (begun_run / "tokenizer.model").read_bytes() == b"other pieces"
+    assert (started_run / "tokenizer.model").read_bytes() == b"other pieces"
 
 
-def test_run_with_fewer_steps_than_configured_is_not_finished(begun_run):
-    directory = RunDirectory(begun_run, named_config())
+def test_run_with_fewer_steps_than_configured_is_not_finished(started_run):
+    directory = RunDirectory(started_run, named_config())
     assert ending(directory.path, directory.cfg) is None
     directory.finish({"steps": named_config().steps})
     assert ending(directory.path, directory.cfg) == {"steps": named_config().steps}
@@ -230,11 +230,11 @@ def test_run_with_fewer_steps_than_configured_is_not_finished(begun_run):
     assert ending(directory.path, directory.cfg) is None, "the finished run had fewer steps"
 
 
-def test_diverged_run_resumes_only_after_change_of_training_settings(begun_run):
-    directory = RunDirectory(begun_run, named_config())
+def test_diverged_run_resumes_only_after_change_of_training_settings(started_run):
+    directory = RunDirectory(started_run, named_config())
     directory.finish({"steps": 3, "stopped": "skipped"})
     assert ending(directory.path, directory.cfg)["steps"] == 3
-    assert read_summary(begun_run) is None
+    assert read_summary(started_run) is None
     directory.cfg = named_config("log_interval=1", "checkpoint.interval=2")
     assert ending(directory.path, directory.cfg), "logging and saving cannot prevent divergence"
     others = (
@@ -249,15 +249,15 @@ def test_diverged_run_resumes_only_after_change_of_training_settings(begun_run):
 
 
 @pytest.mark.parametrize("change", ["steps=30", "seed=1"])
-def test_resume_of_finished_run_refuses_changed_settings(begun_run, change):
+def test_resume_of_finished_run_refuses_changed_settings(started_run, change):
     directory = RunDirectory(
-        begun_run, named_config("run.allow_changes=[steps,optim,eval,seed]", change)
+        started_run, named_config("run.allow_changes=[steps,optim,eval,seed]", change)
     )
     directory.finish({"steps": directory.cfg.steps if change == "seed=1" else 70})
-    before = snapshot(begun_run)
+    before = snapshot(started_run)
     with pytest.raises(ConfigError, match=r"is already at step \d+; these settings"):
         directory.check()
-    assert snapshot(begun_run) == before
+    assert snapshot(started_run) == before
 
 
 def test_new_unnamed_run_in_existing_sweep_raises_config_error(workplace):
@@ -384,18 +384,18 @@ def test_requeued_command_with_own_checkpoint_resumes_from_newest_checkpoint(
 # Locks
 
 
-def test_start_waits_for_readers_but_not_for_another_run(begun_run, capsys):
+def test_start_waits_for_readers_but_not_for_another_run(started_run, capsys):
     output = []
     with ThreadPoolExecutor(1) as pool:
-        with shared_lock(begun_run) as ended:
+        with shared_lock(started_run) as ended:
             assert ended
-            start = pool.submit(RunDirectory, begun_run, named_config())
+            start = pool.submit(RunDirectory, started_run, named_config())
             wait_until(lambda: output.append(capsys.readouterr().err) or any(output), "message")
             assert not start.done()
         directory = start.result(PATIENCE_S)
-    assert "".join(output) == f"waiting until diffllm wandb has written {begun_run} to wandb\n"
-    with shared_lock(begun_run) as ended:
+    assert "".join(output) == f"waiting until diffllm wandb has written {started_run} to wandb\n"
+    with shared_lock(started_run) as ended:
         assert not ended
     with pytest.raises(InUseError, match="is in use by process"):
-        RunDirectory(begun_run, named_config())
+        RunDirectory(started_run, named_config())
     directory.lock.release()

@@ -56,7 +56,7 @@ def variant_config(variant):
     return load_config([*BASE, f"attention={variant}"])
 
 
-def variant_training(variant, precision, **shape):
+def build_training(variant, precision, **shape):
     cfg = variant_config(variant)
     cfg = replace(cfg, precision=precision, model=replace(cfg.model, **shape))
     return build(cfg, torch.device("cpu"))
@@ -92,28 +92,27 @@ class TrainedVariant(NamedTuple):
 
 
 @pytest.fixture(scope="module", params=slow_but(["diff_v1", "diff_v2"], VARIANTS))
-def trained_variant(request):
+def training_result(request):
     shape = {"head_dim": 16, "init_std": 0.05}
     drawn = [
-        variant_training(request.param, Precision.fp32, **shape, init_seed=seed)
-        for seed in range(4)
+        build_training(request.param, Precision.fp32, **shape, init_seed=seed) for seed in range(4)
     ]
     initial_loss = sum(loss_and_gradients(t, 0)[0] for t in drawn) / len(drawn)
-    t = variant_training(request.param, Precision.fp32, **shape)
+    t = build_training(request.param, Precision.fp32, **shape)
     initial, (_, gradients) = copies(t.params), loss_and_gradients(t, 0)
     losses = [train_step(t, iter([text_batch(step)]), step).nll.item() for step in range(STEPS)]
     return TrainedVariant(t, initial_loss, losses, gradients, initial)
 
 
-def test_training_reduces_loss_below_unigram_entropy(trained_variant):
-    first, last = sum(trained_variant.losses[:5]) / 5, sum(trained_variant.losses[-5:]) / 5
-    assert trained_variant.initial_loss == pytest.approx(math.log(256), rel=0.05)
+def test_training_reduces_loss_below_unigram_entropy(training_result):
+    first, last = sum(training_result.losses[:5]) / 5, sum(training_result.losses[-5:]) / 5
+    assert training_result.initial_loss == pytest.approx(math.log(256), rel=0.05)
     assert first - last > 1.5  # measured: 2.07 to 2.69
     assert last < unigram_entropy() - 0.2  # measured: 2.12 to 2.57 of 3.00
 
 
-def test_every_parameter_gets_finite_nonzero_gradient(trained_variant):
-    for name, grad in trained_variant.first_gradients.items():
+def test_every_parameter_gets_finite_nonzero_gradient(training_result):
+    for name, grad in training_result.first_gradients.items():
         assert grad is not None, name
         assert torch.isfinite(grad).all(), name
         assert grad.norm() > 0, name
@@ -122,10 +121,10 @@ def test_every_parameter_gets_finite_nonzero_gradient(trained_variant):
             assert all((rows.norm(dim=1) > 0).all() for rows in rows_and_columns), name
 
 
-def test_every_parameter_is_finite_and_changed_after_training(trained_variant):
-    for name, value in copies(trained_variant.training.params).items():
+def test_every_parameter_is_finite_and_changed_after_training(training_result):
+    for name, value in copies(training_result.training.params).items():
         assert torch.isfinite(value).all(), name
-        assert not torch.equal(value, trained_variant.initial[name]), name
+        assert not torch.equal(value, training_result.initial[name]), name
 
 
 # The CPU kernel computes heads wider than ops.NARROW in bf16. With this init_std attention maps are
@@ -162,7 +161,7 @@ def limits(variant, name):
 def test_bf16_loss_and_gradients_are_close_to_float32_values(variant):
     losses, gradients = {}, {}
     for precision in (Precision.fp32, Precision.bf16):
-        t = variant_training(variant, precision, **SHARP)
+        t = build_training(variant, precision, **SHARP)
         results = [loss_and_gradients(t, step) for step in range(BF16_BATCHES)]
         losses[precision] = sum(loss for loss, _ in results) / BF16_BATCHES
         gradients[precision] = {
@@ -202,7 +201,7 @@ def expected_lambda(variant, t, layer, logits):
 @pytest.mark.parametrize("variant", slow_but(families(VARIANTS), VARIANTS))
 def test_bf16_model_computes_attention_lambda_in_float32(variant):
     """All variants on one rank; tests/distributed covers diff_v1 on two ranks."""
-    t = variant_training(variant, Precision.bf16, **SHARP)
+    t = build_training(variant, Precision.bf16, **SHARP)
     for step in range(2):
         train_step(t, iter([text_batch(step)]), step)
     seen, logits = {}, {}

@@ -40,12 +40,12 @@ def comparison_of_losses(losses):
 
 
 @pytest.fixture(scope="module")
-def comparison_of_four():
+def four_variants():
     return comparison_of_losses(LOSSES)
 
 
-def test_p_values_and_welch_intervals_in_report_csv_match_scipy(comparison_of_four):
-    base_line, *lines = csv_rows(comparison_of_four)
+def test_p_values_and_welch_intervals_in_report_csv_match_scipy(four_variants):
+    base_line, *lines = csv_rows(four_variants)
     base = LOSSES["standard"]
     p_values = [stats.ttest_rel(LOSSES[line["variant"]], base).pvalue for line in lines]
     assert [float(line["gap_p"]) for line in lines] == pytest.approx(p_values)
@@ -69,22 +69,22 @@ def gap_cells(comparison):
     return [dict(zip(heads, row, strict=True)) for row in table.rows]
 
 
-def test_report_states_number_of_significant_gaps_after_holm_correction(comparison_of_four):
-    text = page_text(comparison_of_four)
+def test_report_states_number_of_significant_gaps_after_holm_correction(four_variants):
+    text = page_text(four_variants)
     sentence = "1 of 3 gaps is significant after Holm's correction at 0.05; better: gated."
-    assert holm_sentence(comparison_of_four.rows) == sentence
+    assert holm_sentence(four_variants.rows) == sentence
     assert text.index(sentence) < text.index("Gap to standard at the end")
-    assert sentence in table_text(comparison_of_four).splitlines()
-    tags = [cell.tag for cell in columns_of(comparison_of_four)["Gap to standard"].cells]
+    assert sentence in table_text(four_variants).splitlines()
+    tags = [cell.tag for cell in columns_of(four_variants)["Gap to standard"].cells]
     assert tags == ["baseline", "", "not significant after Holm", "no difference shown"]
 
 
 @pytest.mark.slow
-def test_gap_figure_fills_marker_only_if_gap_is_significant(comparison_of_four):
-    (card, *_), *_ = page_sections(comparison_of_four, row_styles(comparison_of_four.rows))
+def test_gap_figure_fills_marker_only_if_gap_is_significant(four_variants):
+    (card, *_), *_ = page_sections(four_variants, row_styles(four_variants.rows))
     assert "significant after Holm's correction over the 3 gaps" in card.caption
-    styles = row_styles(comparison_of_four.rows)
-    gaps = [row.gap for row in comparison_of_four.rows[1:]]
+    styles = row_styles(four_variants.rows)
+    gaps = [row.gap for row in four_variants.rows[1:]]
     axes = draw_gaps(gaps, styles[1:], hollow=[False, True, True]).axes[0]
     marks = [line for line in axes.lines if line.get_marker() == "o"]
     fills = [mark.get_markerfacecolor() for mark in marks]
@@ -133,9 +133,9 @@ def test_report_explains_overlapping_losses_of_significant_paired_gap():
 
 
 @pytest.mark.parametrize("seeds", [1, 3])
-def test_gap_figure_shows_arrow_for_gap_outside_axis_range(comparison_of_four, seeds):
+def test_gap_figure_shows_arrow_for_gap_outside_axis_range(four_variants, seeds):
     gaps = [Estimate(-0.01, -0.02, 0.0, 3), Estimate(5.25, 5.0, 5.5, seeds)]
-    axes = draw_gaps(gaps, row_styles(comparison_of_four.rows)[1:3]).axes[0]
+    axes = draw_gaps(gaps, row_styles(four_variants.rows)[1:3]).axes[0]
     (arrow,) = (line for line in axes.lines if line.get_marker() == ">")
     assert (arrow.get_xdata()[0], arrow.get_ydata()[0]) == (axes.get_xlim()[1], 1)
     assert "+5.25" in [text.get_text().strip() for text in axes.texts]

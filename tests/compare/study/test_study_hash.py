@@ -16,7 +16,7 @@ LOSSES = {"half": [4.40, 4.41, 4.39], "v2": [4.30, 4.312, 4.289]}
 
 
 @pytest.fixture
-def ended_study(tmp_path):
+def finished_study(tmp_path):
     """A study whose runs have ended, and their directory."""
     study = study_file(tmp_path / "study.yaml", LOWER, **TWO_ARMS)
     write_arms(study, tmp_path / "out", LOSSES)
@@ -28,8 +28,8 @@ def edit_configs(out, old, new, names="*"):
         edit_text(file, old, new)
 
 
-def test_all_runs_and_verdict_store_same_study_hash(ended_study):
-    study, out = ended_study
+def test_all_runs_and_verdict_store_same_study_hash(finished_study):
+    study, out = finished_study
     numbers = judge(study, out).numbers()
     marks = {load_run_config(path).run.study for path in out.iterdir()}
     assert {mark.partition("/")[0] for mark in marks} == {numbers["study_hash"]}
@@ -50,15 +50,15 @@ def test_planned_hash_of_committed_study_keeps_its_value(name, prefix):
     assert study_hash(study, planned_digests(study)).startswith(prefix)
 
 
-def test_verdict_is_exploratory_if_runs_have_only_hash_of_study_file(ended_study):
-    study, out = ended_study
+def test_verdict_is_exploratory_if_runs_have_only_hash_of_study_file(finished_study):
+    study, out = finished_study
     edit_configs(out, judge(study, out).numbers()["study_hash"], study.hash)
     verdict = judge(study, out)
     assert (verdict.verdict, verdict.would_be) == ("exploratory", "shown")
 
 
-def test_new_config_key_with_default_value_does_not_change_study_hash(ended_study):
-    study, out = ended_study
+def test_new_config_key_with_default_value_does_not_change_study_hash(finished_study):
+    study, out = finished_study
     before = judge(study, out).numbers()["study_hash"]
     edit_configs(
         out, "  clip_norm: 1.0\n", ""
@@ -75,8 +75,10 @@ def test_new_config_key_with_default_value_does_not_change_study_hash(ended_stud
         ("clip_norm: 1.0", "clip_norm: 2.0", "optim.clip_norm is 2.0, not 1.0"),
     ],
 )
-def test_verdict_is_exploratory_if_config_of_run_differs_from_study(ended_study, old, new, message):
-    study, out = ended_study
+def test_verdict_is_exploratory_if_config_of_run_differs_from_study(
+    finished_study, old, new, message
+):
+    study, out = finished_study
     edit_configs(out, old, new, "v2-seed[12]")
     verdict = judge(study, out)
     assert (verdict.verdict, verdict.would_be) == ("exploratory", "not comparable")
