@@ -63,9 +63,7 @@ def test_gpu_harness_runs_remaining_measurements_after_failure_or_timeout(tmp_pa
     assert "| steps: hangs | timeout | after 8 s; no output |" in written
 
 
-def test_gpu_harness_skips_measurement_that_cannot_end_before_deadline(
-    tmp_path,
-):
+def test_gpu_harness_skips_measurement_that_cannot_end_before_deadline(tmp_path):
     lines, left = results_and_excluded(tmp_path, [item("fast")], seconds=20)
     assert (lines, left) == ({}, ["steps: fast"])
 

@@ -122,9 +122,7 @@ def test_moe_parameter_count_includes_shared_experts_and_dense_layers():
 
 
 @pytest.mark.parametrize("size", slow_but(["base_350m"], SIZES))
-def test_diff_v2_saves_expected_fraction_of_attention_parameters(
-    size,
-):
+def test_diff_v2_saves_expected_fraction_of_attention_parameters(size):
     """The share is H / (4H + 2K), because wo has H heads instead of 2H."""
     cfg = count_config(size, "diff_v2")
     h, k = cfg.model.n_heads, cfg.model.n_kv_heads
@@ -200,9 +198,7 @@ def test_count_command_json_output_contains_all_counts(output_of):
     assert printed == count(count_config("dense_7b", "diff_v1", "seq_len=2048"))
 
 
-def test_count_command_json_output_describes_parameter_matching(
-    output_of,
-):
+def test_count_command_json_output_describes_parameter_matching(output_of):
     words = ["count", "model=tiny", "attention=standard", "model.match_params_to=diff_v2"]
     counts = json.loads(output_of(*words, "--json"))
     target = count(count_config("tiny", "diff_v2"))

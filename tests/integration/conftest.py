@@ -6,14 +6,7 @@ from pathlib import Path
 
 import disks
 import pytest
-from runs.command import (
-    clean_environment,
-    documents,
-    prepared_corpus,
-    train,
-    unfinish,
-    write_texts,
-)
+from runs.command import clean_environment, documents, prepared_corpus, train, unfinish, write_texts
 from wandb_server import WandbServer
 
 

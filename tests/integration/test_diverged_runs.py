@@ -7,14 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from runs.command import (
-    Result,
-    checkpoint_tensors,
-    finish,
-    start,
-    tool,
-    train,
-)
+from runs.command import Result, checkpoint_tensors, finish, start, tool, train
 from runs.json_files import read_json, read_jsonl, strict_json
 from tiers import slow_but
 

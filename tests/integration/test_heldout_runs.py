@@ -112,10 +112,7 @@ def test_signal_during_heldout_evaluation_stops_all_ranks(
     first = ForkedRun(overrides_of(corpus, run, *WORDS), ranks, tmp_path)
     said = first.stop_at(Gate(run, "heldout"), number, ranks - 1)
     assert f"stopped by {number.name} after step {STEPS}, saved; the same command resumes" in said
-    assert read_json(run / "requeue") == {
-        "signal": number.name,
-        "step": STEPS,
-    }
+    assert read_json(run / "requeue") == {"signal": number.name, "step": STEPS}
     assert not (run / "summary.json").exists()
     again = finish(corpus, run, *WORDS, ranks=ranks)
     assert f"resumes from step {STEPS}" in again

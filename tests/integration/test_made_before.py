@@ -110,10 +110,7 @@ def test_resumed_run_of_older_version_matches_uninterrupted_run(
     for step, (samples, loss) in resumed.items():
         assert samples == whole[step][0], step
         assert loss == pytest.approx(whole[step][1], abs=2e-5), step
-    summary, undisturbed = (
-        read_json(run / "summary.json"),
-        expected_content(f"{name}.json"),
-    )
+    summary, undisturbed = (read_json(run / "summary.json"), expected_content(f"{name}.json"))
     for key in ("steps", "tokens", "train_loss", "heldout_loss", "heldout_tokens"):
         assert summary[key] == pytest.approx(undisturbed[key], abs=2e-5), key
     assert (run / "metrics.jsonl").read_text(encoding="utf-8").startswith(logged)
@@ -142,9 +139,7 @@ def test_consolidated_weights_of_older_run_match_stored_export(diffllm: Any) -> 
 
 
 @pytest.mark.slow
-def test_export_and_import_of_older_run_match_stored_results(
-    diffllm: Any,
-) -> None:
+def test_export_and_import_of_older_run_match_stored_results(diffllm: Any) -> None:
     diffllm("export", "run=outputs/run", "out=again")
     assert sorted_parameters("again") == sorted_parameters("exported")
     before, after = (read_json(Path(p, "config.json")) for p in ("exported", "again"))

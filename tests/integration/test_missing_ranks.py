@@ -157,9 +157,7 @@ def test_rank_that_ends_after_rank_0_causes_no_error(corpus, tmp_path):
     [
         ("seed", "the ranks differ in their config: seed is 1 on rank 2, 0 on ranks 0, 1"),
         pytest.param(
-            "code",
-            "the ranks differ in their code: diffllm is another on rank 2, ",
-            marks=SLOW,
+            "code", "the ranks differ in their code: diffllm is another on rank 2, ", marks=SLOW
         ),
         ("corpus", "the ranks differ in their corpus: tokens is others on rank 2, "),
     ],

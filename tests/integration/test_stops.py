@@ -69,10 +69,7 @@ def test_stop_signal_to_one_rank_stops_all_ranks_at_same_step(
     marker = run / "requeue"
     assert marker.exists() == marked
     if marked:
-        assert read_json(marker) == {
-            "signal": number.name,
-            "step": step,
-        }
+        assert read_json(marker) == {"signal": number.name, "step": step}
     again = ForkedRun([*words, f"steps={step + 2}", "run.allow_changes=[steps]"], 2, run)
     assert f"resumes from step {step}" in again.finish()
     assert not marker.exists()
@@ -157,10 +154,7 @@ def test_signal_before_first_step_writes_requeue_marker(corpus, tmp_path):
     output = process.finish()
     assert "stopped by SIGUSR1 before the first step" in output
     assert "Traceback" not in output
-    assert read_json(run / "requeue") == {
-        "signal": "SIGUSR1",
-        "step": None,
-    }
+    assert read_json(run / "requeue") == {"signal": "SIGUSR1", "step": None}
 
 
 @pytest.mark.slow

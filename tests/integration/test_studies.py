@@ -9,13 +9,7 @@ from pathlib import Path
 
 import pytest
 from processes import PATIENCE_S
-from runs.command import (
-    assert_same_weights,
-    command,
-    metric_lines,
-    tool_command,
-    wait_for,
-)
+from runs.command import assert_same_weights, command, metric_lines, tool_command, wait_for
 from runs.json_files import read_json, write_json
 
 from diffllm.config.saved import load_run_config

@@ -70,10 +70,7 @@ def test_failed_turn_ends_timing_with_one_error_and_no_file(tmp_path, environmen
 
 def test_timing_refuses_overrides_next_to_study_and_unusable_output(tmp_path, environment):
     for words, part in (
-        (
-            ["study.yaml", "model=tiny", "out=a.json"],
-            "cannot be combined with study.yaml",
-        ),
+        (["study.yaml", "model=tiny", "out=a.json"], "cannot be combined with study.yaml"),
         (["model=tiny"], "missing out=FILE"),
         (["model=tiny", "--fast", "out=a.json"], "unknown argument '--fast'"),
         (["model=tiny", "out=missing/a.json"], "out=missing/a.json cannot be written"),

@@ -105,9 +105,7 @@ def path_overrides(key: str, path: str) -> list[str]:
     return ["model=tiny", *more.get(key, []), f"{key}={value}"]
 
 
-def test_load_config_refuses_unusable_path_in_data_source_or_environment(
-    monkeypatch,
-):
+def test_load_config_refuses_unusable_path_in_data_source_or_environment(monkeypatch):
     mixture = "data.sources={code: {source: files, paths: ['~nosuchuser/*.jsonl']}}"
     with pytest.raises(ConfigError, match=r"data\.sources\.code\.paths=~nosuchuser/\*"):
         load_config(["model=tiny", "data=mixture", mixture])

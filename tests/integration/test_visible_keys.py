@@ -127,12 +127,7 @@ def forget_costs(run: Path, step: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("batches", "more", "older"),
-    [
-        ((8, 4, 16), (), False),
-        ((8, 4), MASKED, False),
-        ((8, 4), (), True),
-        ((8, 4), MASKED, True),
-    ],
+    [((8, 4, 16), (), False), ((8, 4), MASKED, False), ((8, 4), (), True), ((8, 4), MASKED, True)],
     ids=["batch", "masked", "older", "older masked"],
 )
 def test_costs_add_up_over_resumes_with_other_batches(corpus, tmp_path, batches, more, older):

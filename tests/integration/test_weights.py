@@ -6,14 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from runs.command import (
-    assert_same_weights,
-    finish,
-    metric_lines,
-    overrides_of,
-    train,
-    unfinish,
-)
+from runs.command import assert_same_weights, finish, metric_lines, overrides_of, train, unfinish
 from runs.json_files import read_json
 from tiers import slow_but
 

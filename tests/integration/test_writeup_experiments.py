@@ -17,8 +17,7 @@ SMALL = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("experiment", "shape"),
-    [("writeup_dense", []), ("writeup_moe", ["model.moe.n_experts=16"])],
+    ("experiment", "shape"), [("writeup_dense", []), ("writeup_moe", ["model.moe.n_experts=16"])]
 )
 def test_writeup_experiment_with_one_layer_trains_two_steps_and_logs_spikes_and_outliers(
     corpus, tmp_path, environment, experiment, shape

@@ -36,11 +36,7 @@ def job_calls(
     done = subprocess.run(["bash", SCRIPT, *words], env=env, cwd=directory, timeout=PATIENCE_S)
     asked = directory / "scontrol.json"
     scontrol = read_json(asked) if asked.exists() else None
-    return (
-        done.returncode,
-        read_json(directory / "srun.json"),
-        scontrol,
-    )
+    return (done.returncode, read_json(directory / "srun.json"), scontrol)
 
 
 def test_slurm_script_passes_config_overrides_unchanged(tmp_path):
@@ -70,9 +66,7 @@ def test_slurm_script_requeues_job_only_if_requeue_marker_exists(
     assert scontrol == (["requeue", "77"] if requeued else None)
 
 
-def test_slurm_script_finds_requeue_marker_in_custom_run_directory(
-    tmp_path,
-):
+def test_slurm_script_finds_requeue_marker_in_custom_run_directory(tmp_path):
     words = ["attention=gated", "run.dir=elsewhere/a b", "seed=1"]
     _, srun, scontrol = job_calls(tmp_path, *words, marker=True)
     assert srun[-3:] == words

@@ -77,9 +77,7 @@ def test_gap_at_equal_loss_is_zero_if_score_depends_only_on_loss(tmp_path: Path)
     assert float(second["outliers: top_1, equal loss, gap"]) == pytest.approx(0, abs=1e-9)
 
 
-def test_scores_from_different_evaluation_settings_are_not_compared(
-    tmp_path: Path,
-) -> None:
+def test_scores_from_different_evaluation_settings_are_not_compared(tmp_path: Path) -> None:
     other = {f"diff_v2 {step}": {"sequences": 1} for step in STEPS[:2]}
     (outliers,) = comparison_with_lead(tmp_path, **other).evaluated
     assert outliers.equal == []

@@ -71,9 +71,7 @@ def test_report_contains_mean_score_for_each_needle_depth(copied_runs: Path) -> 
     assert "512, depth 0.75" in undrawn_page(comparison)
 
 
-def test_mean_and_gap_of_each_evaluation_score_match_reference(
-    copied_runs: Path,
-) -> None:
+def test_mean_and_gap_of_each_evaluation_score_match_reference(copied_runs: Path) -> None:
     (mqar,) = compared(copied_runs).evaluated
     assert (mqar.name, mqar.unit) == ("mqar", SHARE)
     assert [line.name for line in mqar.lines] == ["mean of all levels", "pairs 4", "pairs 8"]
@@ -170,9 +168,7 @@ def test_confidence_interval_excludes_negative_values_except_for_loss_change(
     assert comparison.rows[0].loss.low == 0.0
 
 
-def test_confidence_interval_stays_within_value_range_of_score(
-    copied_runs: Path,
-) -> None:
+def test_confidence_interval_stays_within_value_range_of_score(copied_runs: Path) -> None:
     for variant, (first, second) in {"standard": (0.0, 1.0), "diff_v2": (0.9, 0.95)}.items():
         for seed, value in enumerate((first, second, second)):
             one = score("target", value, range=[0, 1], by_layer={"0": value})
@@ -197,9 +193,7 @@ def test_confidence_interval_of_small_score_has_two_significant_digits(tmp_path:
     assert (cell.text, cell.small[0]) == ("0.0003", "0.00024 to 0.00037")
 
 
-def test_report_does_not_compare_scores_of_different_difficulty_levels(
-    copied_runs: Path,
-) -> None:
+def test_report_does_not_compare_scores_of_different_difficulty_levels(copied_runs: Path) -> None:
     for seed in range(3):
         write_result(copied_runs / f"diff_v2{seed}", score("pairs 4", 1.0), levels=[{"pairs": 4}])
     comparison = compared(copied_runs)

@@ -575,10 +575,7 @@ def test_run_without_recorded_plugin_hash_has_separate_row(tmp_path):
     run.facts["plugin_code"] = {"own": "1a"}
     assert len(compare([run, other]).rows) == 1, "a run without the plugin"
     other.cfg.plugins = ["own"]
-    assert labels(compare([run, other])) == [
-        "gated plugins=own@1a",
-        "gated plugins=own@unknown",
-    ]
+    assert labels(compare([run, other])) == ["gated plugins=own@1a", "gated plugins=own@unknown"]
 
 
 # Runs whose config changed during training

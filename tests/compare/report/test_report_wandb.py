@@ -14,12 +14,7 @@ from wandb_file import OfflineRun
 from diffllm.cli import main
 from diffllm.compare.report.comparison import read
 from diffllm.compare.sweep.command import print_upload
-from diffllm.compare.wandb_runs import (
-    Destination,
-    comparison_id,
-    record_gaps,
-    write_gaps,
-)
+from diffllm.compare.wandb_runs import Destination, comparison_id, record_gaps, write_gaps
 from diffllm.core.errors import ConfigError
 from diffllm.core.run_files import SweepFile
 from diffllm.metrics.wandb_config import WandbMode

@@ -112,21 +112,9 @@ def test_trend_over_parameters_raises_error_if_model_sizes_are_invalid(tmp_path,
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        (
-            "over: tokens, ",
-            "",
-            "must set below with over, or above with over, but sets",
-        ),
-        (
-            "over: tokens",
-            "over: time",
-            "rule.over=time must be one of tokens",
-        ),
-        (
-            "kind: trend",
-            "kind: difference",
-            "kind=difference must set below, or",
-        ),
+        ("over: tokens, ", "", "must set below with over, or above with over, but sets"),
+        ("over: tokens", "over: time", "rule.over=time must be one of tokens"),
+        ("kind: trend", "kind: difference", "kind=difference must set below, or"),
         (
             "below: 0.0",
             "margin: 0.1",
