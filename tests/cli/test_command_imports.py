@@ -43,14 +43,12 @@ def study_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["report", "out"], {"torch", "scipy", "matplotlib"}),
     ],
 )
-def test_command_does_not_import_unneeded_heavy_libraries(
-    study_directory: Path, words: list[str], allowed: set[str]
-) -> None:
+def test_command_does_not_import_unneeded_heavy_libraries(study_directory, words, allowed):
     """Commands that read a config import torch, because the variant's file defines its class."""
     assert {*HEAVY} & output_and_modules(words, study_directory, 0)[1] <= allowed
 
 
-def test_help_of_commands_imports_no_heavy_libraries(tmp_path: Path) -> None:
+def test_help_of_commands_imports_no_heavy_libraries(tmp_path):
     """The help of `train` and `prepare` shows defaults of a composed config, which needs torch."""
     names = [name for name in COMMANDS if name not in ("train", "prepare")]
     script = f"""
@@ -73,9 +71,7 @@ for name in {names}:
     assert done.stderr.count("diffllm") >= len(names)
 
 
-def test_train_command_imports_no_heavy_library_at_start_except_torch(
-    study_directory: Path,
-) -> None:
+def test_train_command_imports_no_heavy_library_at_start_except_torch(study_directory):
     """The preparation fails after the first line, because all documents are equal."""
     (study_directory / "equal.txt").write_text("a b c\n" * 9, encoding="utf-8")
     words = ["model=tiny", "data.paths=equal.txt", "data.sample_by=line", "data.cache_dir=cache"]

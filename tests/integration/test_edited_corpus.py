@@ -43,9 +43,7 @@ def assert_resume_requires_allow_changes(corpus: Path, run: Path, *changed: str)
 
 
 @pytest.mark.fast_cases(1)
-def test_resume_with_edited_corpus_requires_allow_changes(
-    corpus_and_run: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_resume_with_edited_corpus_requires_allow_changes(corpus_and_run, tmp_path):
     corpus, run = corpus_and_run
     lines = corpus.read_text(encoding="utf-8").splitlines(keepends=True)
     corpus.write_text(
@@ -56,7 +54,7 @@ def test_resume_with_edited_corpus_requires_allow_changes(
 
 
 @pytest.mark.slow
-def test_run_of_version_that_read_all_kinds_needs_cached_tokens(tmp_path: Path) -> None:
+def test_run_of_version_that_read_all_kinds_needs_cached_tokens(tmp_path):
     docs, run = tmp_path / "docs", tmp_path / "run"
     docs.mkdir()
     rows, note = write_corpus(docs), docs / "note.md"
@@ -92,9 +90,7 @@ def test_run_of_version_that_read_all_kinds_needs_cached_tokens(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_resume_requires_allow_changes_if_prepared_tokens_were_changed(
-    corpus_and_run: tuple[Path, Path],
-) -> None:
+def test_resume_requires_allow_changes_if_prepared_tokens_were_changed(corpus_and_run):
     """Another version of the tokenizer library could give different tokens for equal text."""
     corpus, run = corpus_and_run
     data = prepare(load_config(overrides_of(corpus, run)).data)

@@ -96,8 +96,8 @@ def sampled(files: list[Path]) -> dict[int, tuple[list[str], float]]:
     ],
 )
 def test_resumed_run_of_older_version_matches_uninterrupted_run(
-    moved_files: Path, name: str, stopped: int, words: list[str], ranks: int
-) -> None:
+    moved_files, name, stopped, words, ranks
+):
     run = moved_files / "outputs" / name
     logged, cache = (run / "metrics.jsonl").read_text(encoding="utf-8"), cached(moved_files)
     output = ForkedRun([*command_words(run), *words], ranks, moved_files).finish()
@@ -118,7 +118,7 @@ def test_resumed_run_of_older_version_matches_uninterrupted_run(
     assert not (run / "changes.jsonl").exists()
 
 
-def test_checkpoints_command_accepts_checkpoints_of_older_version(diffllm: Any) -> None:
+def test_checkpoints_command_accepts_checkpoints_of_older_version(diffllm):
     found = {
         name: [
             (each["step"], each["state"], each["ranks"])
@@ -133,13 +133,13 @@ def test_checkpoints_command_accepts_checkpoints_of_older_version(diffllm: Any) 
     }
 
 
-def test_consolidated_weights_of_older_run_match_stored_export(diffllm: Any) -> None:
+def test_consolidated_weights_of_older_run_match_stored_export(diffllm):
     diffllm("consolidate", "run=outputs/run", "out=whole")
     assert sorted_parameters("whole") == sorted_parameters("exported")
 
 
 @pytest.mark.slow
-def test_export_and_import_of_older_run_match_stored_results(diffllm: Any) -> None:
+def test_export_and_import_of_older_run_match_stored_results(diffllm):
     diffllm("export", "run=outputs/run", "out=again")
     assert sorted_parameters("again") == sorted_parameters("exported")
     before, after = (read_json(Path(p, "config.json")) for p in ("exported", "again"))
@@ -155,9 +155,7 @@ def sorted_parameters(directory: str) -> list[tuple[list[int], bytes]]:
     return sorted((list(tensor.shape), tensor.numpy().tobytes()) for tensor in tensors)
 
 
-def test_output_of_generate_and_outliers_commands_matches_older_version(
-    moved_files: Path, diffllm: Any
-) -> None:
+def test_output_of_generate_and_outliers_commands_matches_older_version(moved_files, diffllm):
     text = (EXPECTED / "generated.txt").read_text(encoding="utf-8")
     assert diffllm("generate", "run=outputs/run", *GREEDY) == text
     assert nearly(expected_content("outliers.json")) == json.loads(
@@ -167,9 +165,7 @@ def test_output_of_generate_and_outliers_commands_matches_older_version(
     assert (moved_files / "map.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_evaluation_scores_of_older_run_match_stored_scores(
-    moved_files: Path, diffllm: Any
-) -> None:
+def test_evaluation_scores_of_older_run_match_stored_scores(moved_files, diffllm):
     run = moved_files / "outputs" / "sweep" / "diff_v2-seed0"
     before = scores(run)
     shown = json.loads(diffllm("evaluate", f"run={run}", "suite=checkpoint", "limit=4", "--json"))
@@ -189,7 +185,7 @@ def scores(run: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_repeated_sweep_of_older_version_changes_no_run(moved_files: Path, diffllm: Any) -> None:
+def test_repeated_sweep_of_older_version_changes_no_run(moved_files, diffllm):
     sweep = moved_files / "outputs" / "sweep"
     own = ("attention=", "seed=", "run.sweep=", "run.swept=", "run.name=")
     words = [word for word in command_words(sweep / "standard-seed0") if not word.startswith(own)]
@@ -222,7 +218,7 @@ def number(text: str) -> float | str:
     return text
 
 
-def test_finished_study_of_older_version_keeps_verdict(moved_files: Path, diffllm: Any) -> None:
+def test_finished_study_of_older_version_keeps_verdict(moved_files, diffllm):
     runs = [file.parent for file in (moved_files / "outputs" / "study").rglob("config.yaml")]
     assert len(runs) == 10
     seen = snapshot(*runs)
@@ -242,9 +238,7 @@ def test_finished_study_of_older_version_keeps_verdict(moved_files: Path, diffll
     assert found["rules"][0]["gap"] == nearly(before["rules"][0]["gap"])
 
 
-def test_prepare_reuses_tokens_and_packing_plans_of_older_version(
-    moved_files: Path, diffllm: Any
-) -> None:
+def test_prepare_reuses_tokens_and_packing_plans_of_older_version(moved_files, diffllm):
     cache = cached(moved_files)
     assert len(cache) == 9
     for name in ("run", "ranks"):
@@ -254,15 +248,13 @@ def test_prepare_reuses_tokens_and_packing_plans_of_older_version(
 
 
 @pytest.mark.slow
-def test_run_of_older_version_is_accepted_as_weights_source(moved_files: Path) -> None:
+def test_run_of_older_version_is_accepted_as_weights_source(moved_files):
     new = ["run.dir=outputs/new", "resume=weights:outputs/run"]
     ForkedRun([*command_words(moved_files / "outputs" / "run")[:-1], *new], 1, moved_files).finish()
 
 
 @pytest.mark.slow
-def test_report_and_power_commands_accept_runs_of_older_version(
-    moved_files: Path, diffllm: Any
-) -> None:
+def test_report_and_power_commands_accept_runs_of_older_version(moved_files, diffllm):
     diffllm("report", "outputs/run", "outputs/ranks", "outputs/sweep", "outputs/study", "out=all")
     assert len(csv_table(moved_files / "all" / "report.csv")) == 12
     assert json.loads(diffllm("power", "outputs/sweep", "gap=0.02", "--json"))

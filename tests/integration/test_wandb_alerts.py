@@ -39,8 +39,8 @@ def without_batch(event: Event) -> list[object]:
 
 
 def test_diverged_run_sends_one_alert_per_kind_and_table_of_its_events(
-    server: WandbServer, corpus: Path, tmp_path: Path, environment: dict[str, str]
-) -> None:
+    server, corpus, tmp_path, environment
+):
     run = tmp_path / "run"
     output = start(corpus, run, *ONLINE, *DIVERGES, "steps=40").finish()
     assert "diverged: 20 updates in a row were skipped" in output
@@ -75,9 +75,7 @@ def requesting(fault: Fault, words: list[str]) -> int:
     return planted_train.main(fault, words)
 
 
-def test_cancel_tag_stops_all_ranks_after_checkpoint_without_requeue(
-    server: WandbServer, corpus: Path, tmp_path: Path
-) -> None:
+def test_cancel_tag_stops_all_ranks_after_checkpoint_without_requeue(server, corpus, tmp_path):
     run = tmp_path / "run"
     words = overrides_of(corpus, run, *ONLINE, "steps=30", "wandb.cancel_tag=true")
     gate = Gate(run, 4)
@@ -104,9 +102,7 @@ def test_cancel_tag_stops_all_ranks_after_checkpoint_without_requeue(
     assert stored.summary.get("reason") is None
 
 
-def test_stall_of_other_rank_sends_one_alert(
-    server: WandbServer, corpus: Path, tmp_path: Path
-) -> None:
+def test_stall_of_other_rank_sends_one_alert(server, corpus, tmp_path):
     run = tmp_path / "run"
     words = overrides_of(corpus, run, *ONLINE, "steps=30", "distributed.timeout=12")
     process = ForkedRun(words, 2, run, Fault("hang", 1, 8))
@@ -116,9 +112,7 @@ def test_stall_of_other_rank_sends_one_alert(
     assert alert["text"].startswith("after step 7: rank 1 is missing: it hangs at step 8")
 
 
-def test_stall_of_only_rank_sends_one_alert_before_exit(
-    server: WandbServer, corpus: Path, tmp_path: Path
-) -> None:
+def test_stall_of_only_rank_sends_one_alert_before_exit(server, corpus, tmp_path):
     run = tmp_path / "run"
     words = (*ONLINE, "steps=1000000", "checkpoint.interval=2", "data.num_workers=1")
     process = start(corpus, run, *words, "distributed.timeout=12", "wandb.alerts=[stall]")
@@ -131,7 +125,7 @@ def test_stall_of_only_rank_sends_one_alert_before_exit(
     assert f"waiting for a batch of the data loader (stopped: process {loader})" in alert["text"]
 
 
-def test_cancel_tag_offline_is_refused(corpus: Path, tmp_path: Path) -> None:
+def test_cancel_tag_offline_is_refused(corpus, tmp_path):
     run = tmp_path / "run"
     process = start(corpus, run, *SMALL, "wandb.mode=offline", "wandb.cancel_tag=true")
     output = process.finish(2)
