@@ -89,9 +89,7 @@ def test_parameter_count_matches_size_in_model_name_within_5_percent(size, param
     ("size", "billions"),
     [("830m", 0.834), ("1p4b", 1.413), ("2p8b", 2.773), ("6p8b", 6.853), ("13p1b", 13.096)],
 )
-def test_parameter_count_of_each_size_of_diff_v1_study_equals_12_dim_squared_per_layer(
-    size, billions
-):
+def test_parameters_of_each_size_of_diff_v1_study_are_12_dim_squared_per_layer(size, billions):
     """The paper's widths and layers give 12 dim^2 per layer and one embedding of 100,288 rows."""
     cfg = count_config(f"dense_{size}", "standard")
     equation = 12 * cfg.model.dim**2 * cfg.model.n_layers + 100_288 * cfg.model.dim

@@ -43,9 +43,7 @@ def assert_run_complete(run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_train_command_changes_no_file_of_finished_run(
-    shared_directory, finished_run, tiny, environment
-):
+def test_train_changes_no_file_of_finished_run(shared_directory, finished_run, tiny, environment):
     assert_run_complete(finished_run)
     before = snapshot(shared_directory)
     words = [*tiny, "attention=standard", "run.name=finished"]

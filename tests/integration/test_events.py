@@ -118,9 +118,7 @@ def test_text_of_each_event_is_text_of_the_trained_samples(corpus, spiky, listed
                 assert any(part in document for document in documents), part
 
 
-def test_printed_text_is_cut_unless_full_text_is_chosen(
-    spiky, environment, listed_events, tmp_path
-):
+def test_printed_text_is_cut_without_show_full(spiky, environment, listed_events, tmp_path):
     words = ["events", f"run={spiky}", "step=27", "kind=loss_spike"]
     done = tool([*words, "show=full"], tmp_path, environment)
     assert done.code == 0, done
@@ -179,9 +177,7 @@ def test_wrong_argument_of_events_is_refused(spiky, environment, tmp_path, words
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "ranks"), [("packed", 2), ("mixture", 1), ("stage", 1)])
-def test_text_of_each_skipped_update_is_text_of_the_trained_samples(
-    corpus, environment, tmp_path, kind, ranks
-):
+def test_text_of_skipped_update_is_text_of_its_samples(corpus, environment, tmp_path, kind, ranks):
     run, other = tmp_path / "run", tmp_path / "other.jsonl"
     texts = {"corpus": texts_of(corpus), "other": [f"Other {i} and {i + 1}.\n" for i in range(400)]}
     write_texts(other, texts["other"])

@@ -105,9 +105,7 @@ def test_resume_repeats_killed_heldout_evaluation(corpus, heldout_run, tmp_path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "number"), [(1, signal.SIGTERM), (2, signal.SIGUSR1)])
-def test_signal_during_heldout_evaluation_stops_all_ranks(
-    corpus, heldout_run, tmp_path, ranks, number
-):
+def test_signal_in_heldout_evaluation_stops_all_ranks(corpus, heldout_run, tmp_path, ranks, number):
     run = tmp_path / "run"
     first = ForkedRun(overrides_of(corpus, run, *WORDS), ranks, tmp_path)
     said = first.stop_at(Gate(run, "heldout"), number, ranks - 1)

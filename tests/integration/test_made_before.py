@@ -95,9 +95,7 @@ def sampled(files: list[Path]) -> dict[int, tuple[list[str], float]]:
         pytest.param("run", 6, [], 2, marks=pytest.mark.slow),
     ],
 )
-def test_resumed_run_of_older_version_matches_uninterrupted_run(
-    moved_files, name, stopped, words, ranks
-):
+def test_resumed_older_run_matches_uninterrupted_run(moved_files, name, stopped, words, ranks):
     run = moved_files / "outputs" / name
     logged, cache = (run / "metrics.jsonl").read_text(encoding="utf-8"), cached(moved_files)
     output = ForkedRun([*command_words(run), *words], ranks, moved_files).finish()

@@ -128,9 +128,7 @@ def test_commands_succeed_for_run_that_uses_plugin(plugin_run, cwd_and_environme
     assert float(dict(zip(header.split(","), row.split(","), strict=False))["scale_mean"])
 
 
-def test_commands_print_error_if_plugin_of_run_is_missing(
-    plugin_run, cwd_and_environment, tmp_path
-):
+def test_commands_print_error_if_plugin_is_missing(plugin_run, cwd_and_environment, tmp_path):
     _, env = cwd_and_environment
     for words in (
         ["generate", f"run={plugin_run}", "prompt=a"],
@@ -216,9 +214,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_command_prints_single_error_line_if_plugin_import_fails(
-    cwd_and_environment, tmp_path, name
-):
+def test_command_prints_one_error_line_if_plugin_import_fails(cwd_and_environment, tmp_path, name):
     _, env = cwd_and_environment
     source, *parts = ERRORS[name]
     (tmp_path / "bad.py").write_text(source, encoding="utf-8")
@@ -368,9 +364,7 @@ FAILING = {
 
 
 @pytest.mark.parametrize("name", slow_but(["source"], FAILING))
-def test_train_prints_single_traceback_if_plugin_code_raises_error(
-    cwd_and_environment, tmp_path, name
-):
+def test_train_prints_one_traceback_if_plugin_code_fails(cwd_and_environment, tmp_path, name):
     _, env = cwd_and_environment
     file = write_plugin(tmp_path / "mine") / f"{MODULE}.py"
     source = file.read_text(encoding="utf-8").replace(*FAILING[name])

@@ -101,9 +101,7 @@ def session_without_memory(words: list[str]) -> int:
     return 0
 
 
-def test_run_that_does_not_fit_into_memory_starts_and_resumes_only_with_force(
-    tmp_path, tiny, environment
-):
+def test_run_too_large_for_memory_starts_and_resumes_only_with_force(tmp_path, tiny, environment):
     done = forked_call(session_without_memory, tiny, tmp_path, environment)
     assert done.code == 0, done
 

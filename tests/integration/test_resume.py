@@ -55,9 +55,7 @@ def uninterrupted_run(corpus, tmp_path_factory):
 @pytest.mark.parametrize(
     ("model", "ranks"), slow_but([("dense", 1)], [("dense", 1), ("dense", 2), ("mixture", 2)])
 )
-def test_run_killed_after_checkpoint_resumes_bit_identically(
-    corpus, uninterrupted_run, tmp_path, model, ranks
-):
+def test_killed_run_resumes_bit_identically(corpus, uninterrupted_run, tmp_path, model, ranks):
     words, broken = (*INTERVALS, *MODELS[model]), tmp_path / "broken"
     gate = Gate(broken, HALF + 4)
     first = start(corpus, broken, *words, ranks=ranks)

@@ -77,9 +77,7 @@ def test_resume_on_different_mesh_reads_same_batches(corpus, dense_run_directory
         ("data.paths=[OTHER]", ["corpus", "tokenizer"]),
     ],
 )
-def test_resume_refuses_changed_data_key_that_is_not_in_allow_changes(
-    corpus, tmp_path, change, allowed
-):
+def test_resume_refuses_changed_data_key_without_allow_changes(corpus, tmp_path, change, allowed):
     other = tmp_path / "other.jsonl"
     other.write_text(
         "".join(reversed(corpus.read_text(encoding="utf-8").splitlines(keepends=True)[:300])),

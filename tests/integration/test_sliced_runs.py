@@ -54,9 +54,7 @@ def test_run_on_slices_logs_metrics_of_run_in_one_process(corpus, words_and_run,
 
 
 @pytest.mark.slow
-def test_killed_run_on_slices_resumes_bit_identically_and_in_one_process(
-    corpus, words_and_run, tmp_path
-):
+def test_killed_sliced_run_resumes_bit_identically_and_on_one_rank(corpus, words_and_run, tmp_path):
     words, expected = words_and_run
     sliced = (*words, "parallel.context=2")
     straight, broken, single = (tmp_path / name for name in ("straight", "broken", "single"))

@@ -55,9 +55,7 @@ def hang(words):
         [(signal.SIGUSR1, 1, True), (signal.SIGTERM, 0, True), (signal.SIGINT, 0, False)],
     ),
 )
-def test_stop_signal_to_one_rank_stops_all_ranks_at_same_step(
-    corpus, tmp_path, number, rank, marked
-):
+def test_signal_to_one_rank_stops_all_ranks_at_same_step(corpus, tmp_path, number, rank, marked):
     run = tmp_path / "run"
     words = overrides_of(corpus, run, "steps=60", "log_interval=1", "checkpoint.interval=1000")
     said = ForkedRun(words, 2, run).stop_at(Gate(run, 4), number, rank)

@@ -21,9 +21,7 @@ def tasks_directory(tmp_path_factory):
     return tmp_path_factory.mktemp("tasks")
 
 
-def test_task_scores_logged_in_training_match_scores_of_evaluate_command(
-    tasks_directory, environment
-):
+def test_task_scores_in_training_match_scores_of_evaluate_command(tasks_directory, environment):
     words = [
         *RUN,
         *ASKED,

@@ -78,9 +78,7 @@ def test_run_of_older_version_continues_with_its_guessed_eos_without_cache(
     assert "the text '</s>' encodes to the EOS" in new.err
 
 
-def test_run_says_before_training_that_its_tokenizer_cannot_be_exported(
-    tmp_path, tiny, environment
-):
+def test_run_says_before_training_that_tokenizer_cannot_be_exported(tmp_path, tiny, environment):
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(documents(50)), model_writer=model, minloglevel=2,

@@ -127,9 +127,7 @@ def test_load_run_config_accepts_unusable_tokenizer_path(finished_run, tmp_path)
 
 
 @pytest.mark.parametrize("key", slow_but(["run.dir", "resume"], KEYS))
-def test_error_of_train_command_contains_config_key_of_unusable_path(
-    tmp_path, environment, key, rng
-):
+def test_error_of_train_contains_config_key_of_unusable_path(tmp_path, environment, key, rng):
     (tmp_path / "work").mkdir()
     paths = unusable_paths(tmp_path / "places")
     for what, path in paths.items():

@@ -106,9 +106,7 @@ def test_damaged_training_tokens_stop_run_before_first_step(corpus, tokens_copy,
 
 
 @pytest.mark.slow
-def test_damaged_heldout_tokens_stop_run_before_evaluation(
-    corpus, tokens_copy, undisturbed_run, tmp_path
-):
+def test_damaged_heldout_tokens_prevent_evaluation(corpus, tokens_copy, undisturbed_run, tmp_path):
     copy = tmp_path / corpus.name
     run, gate = tmp_path / "run", Gate(tmp_path / "run", "heldout")
     process = start(copy, run, *WORDS, ranks=2)

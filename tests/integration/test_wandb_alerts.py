@@ -38,9 +38,7 @@ def without_batch(event: Event) -> list[object]:
     return [*line.values()]
 
 
-def test_diverged_run_sends_one_alert_per_kind_and_table_of_its_events(
-    server, corpus, tmp_path, environment
-):
+def test_divergence_sends_one_alert_per_kind_and_event_table(server, corpus, tmp_path, environment):
     run = tmp_path / "run"
     output = start(corpus, run, *ONLINE, *DIVERGES, "steps=40").finish()
     assert "diverged: 20 updates in a row were skipped" in output

@@ -165,9 +165,7 @@ def test_groups_of_sweep_in_wandb_are_rows_of_report(wandb_sweep):
 
 
 @pytest.mark.slow
-def test_resumed_runs_of_extended_sweep_keep_recorded_groups(
-    wandb_sweep, tmp_path, tiny, environment
-):
+def test_resumed_runs_of_extended_sweep_keep_their_groups(wandb_sweep, tmp_path, tiny, environment):
     sweep = shutil.copytree(wandb_sweep, tmp_path / "outputs" / "s")
     first_steps = "diff_v2-lr0.001-seed1"  # killed before its first checkpoint
     recorded = {
@@ -199,9 +197,7 @@ def test_resumed_runs_of_extended_sweep_keep_recorded_groups(
 
 
 @pytest.mark.slow
-def test_runs_of_sweep_share_group_variable_and_have_different_names_and_ids(
-    tmp_path, tiny, environment
-):
+def test_runs_of_sweep_share_group_variable_and_differ_in_name_and_id(tmp_path, tiny, environment):
     words = ["-m", *tiny, "attention=standard,gated", "run.sweep=s", "wandb.mode=offline"]
     done = train(words, tmp_path, environment | SHARED)
     assert done.code == 0, done.err

@@ -101,9 +101,7 @@ def test_training_from_weights_of_run_matches_training_from_export(corpus, sourc
     assert "weights" in read_json(tmp_path / "export" / "run.json")
 
 
-def test_resume_from_weights_uses_saved_model_config_by_default(
-    environment, corpus, sources, tmp_path
-):
+def test_run_from_weights_has_saved_model_config_by_default(environment, corpus, sources, tmp_path):
     words = [
         f"resume=weights:{sources['export']}", f"data.paths=[{corpus}]", *WORDS, *STILL,
         f"data.cache_dir={corpus.parent / 'cache'}", "seq_len=64", "global_batch_size=8",

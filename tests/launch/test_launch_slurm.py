@@ -58,9 +58,7 @@ def test_slurm_script_passes_config_overrides_unchanged(tmp_path):
         (0, True, "", False),
     ],
 )
-def test_slurm_script_requeues_job_only_if_requeue_marker_exists(
-    tmp_path, code, marker, state, requeued
-):
+def test_slurm_script_requeues_job_only_if_marker_exists(tmp_path, code, marker, state, requeued):
     exit_code, _, scontrol = job_calls(tmp_path, code=code, marker=marker, state=state)
     assert exit_code == code
     assert scontrol == (["requeue", "77"] if requeued else None)

@@ -100,9 +100,7 @@ def test_torchrun_script_uses_rendezvous_endpoint_only_for_several_nodes(tmp_pat
         ("slurm.sbatch", False, "submit it: sbatch {script} a\\ b=1"),
     ],
 )
-def test_launch_script_starts_no_process_if_requirement_is_missing(
-    tmp_path, script, installed, message
-):
+def test_script_starts_no_process_if_requirement_is_missing(tmp_path, script, installed, message):
     seen, script = tmp_path / "seen", SCRIPT.with_name(script)
     for name in ["srun", *["torchrun"] * installed]:
         fake(tmp_path / "bin", name, RECORD)
@@ -126,9 +124,7 @@ def test_launch_script_starts_no_process_if_requirement_is_missing(
         (143, False, True, 143),
     ],
 )
-def test_torchrun_script_exits_with_75_only_if_requeue_marker_exists(
-    tmp_path, code, marker, named, expected
-):
+def test_torchrun_script_returns_75_only_if_marker_exists(tmp_path, code, marker, named, expected):
     fake(tmp_path / "bin", "torchrun", f"{RECORD}raise SystemExit({code})\n")
     run, seen = tmp_path / "a run", tmp_path / "seen"
     run.mkdir()

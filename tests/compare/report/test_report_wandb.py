@@ -202,9 +202,7 @@ def test_record_gaps_of_single_seed_has_no_interval(offline_sweep):
         assert not {"gap/gated/low", "gap/gated/high"} & {*values}
 
 
-def test_record_gaps_returns_false_if_wandb_is_disabled_or_no_gap_exists(
-    offline_sweep, monkeypatch
-):
+def test_record_gaps_returns_false_without_wandb_or_gaps(offline_sweep, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert not record_gaps(read([offline_sweep])[0], offline_sweep)
     assert not (offline_sweep / "wandb").exists()

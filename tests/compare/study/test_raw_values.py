@@ -61,9 +61,7 @@ KINDS = {
 
 @pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(("kind", "left"), [("loss", 1), *((kind, 0) for kind in KINDS)])
-def test_verdict_from_values_json_equals_verdict_from_run_directories(
-    tmp_path, output_of, kind, left
-):
+def test_verdict_from_values_json_equals_verdict_from_runs(tmp_path, output_of, kind, left):
     keys = {"rule": LOWER, **TWO_ARMS, **KINDS[kind]}
     study, out = study_file(tmp_path / "study.yaml", **keys), tmp_path / "out"
     write_curves(study, out, left=left)

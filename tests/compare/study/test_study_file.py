@@ -145,9 +145,7 @@ def test_error_about_invalid_study_file_mentions_the_invalid_key(tmp_path, old, 
         (["run", "{path}", "out=o", "hydra/launcher=x"], "hydra/launcher=x is not one of basic"),
     ],
 )
-def test_study_command_prints_one_error_line_for_wrong_arguments(
-    workplace, error_of, words, message
-):
+def test_study_command_prints_one_error_line_for_bad_arguments(workplace, error_of, words, message):
     path = write_study(workplace, GOOD)
     error = error_of("study", *(word.format(path=path) for word in words))
     assert message.format(path=path) in error

@@ -67,9 +67,7 @@ def test_study_verdict_contains_number_of_diverged_runs_per_arm(tmp_path):
     "words",
     [["report", "out"], ["study", "verdict", "study.yaml", "out=out"], ["power", "out", "gap=0.1"]],
 )
-def test_commands_print_warning_if_heldout_text_is_below_minimum_size(
-    workplace, capsys, words, counts
-):
+def test_commands_warn_if_heldout_text_is_below_minimum_size(workplace, capsys, words, counts):
     judged(workplace, LOWER, BETTER)
     documents, tokens = counts
     for file in workplace.glob("out/*/summary.json"):
@@ -256,9 +254,7 @@ def test_verdict_is_not_comparable_if_run_of_grid_differs_from_study(tmp_path, c
     assert judge_evidence(study, read_values(study, file)).reasons == verdict.reasons
 
 
-def test_study_run_command_exits_1_if_arm_diverges_at_every_learning_rate(
-    tmp_path, capsys, monkeypatch
-):
+def test_study_run_exits_1_if_arm_diverges_at_every_learning_rate(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "")  # run_study sets it for its runs
     study, out = (
         study_file(tmp_path / "study.yaml", LOWER, lr=RATES, **TWO_ARMS),

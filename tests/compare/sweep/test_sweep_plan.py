@@ -175,9 +175,7 @@ OTHER_KINDS = [
 
 
 @pytest.mark.parametrize(("existing", "words", "expected"), OTHER_KINDS)
-def test_command_prints_error_if_another_command_created_output_directory(
-    workplace, existing, words, expected
-):
+def test_command_refuses_directory_of_another_command(workplace, existing, words, expected):
     study = study_file(workplace / "s.yaml", LOWER)
     if existing == "run":
         write_run(Path("outputs/mine"))
@@ -303,9 +301,7 @@ def test_last_error_returns_error_line_of_job_output(output, expected):
 
 
 @pytest.mark.parametrize(("code", "state"), [(0, "stopped"), (130, "stopped"), (1, "failed")])
-def test_job_process_without_summary_is_stopped_or_failed_by_exit_code(
-    workplace, monkeypatch, code, state
-):
+def test_job_without_summary_is_stopped_or_failed_by_exit_code(workplace, monkeypatch, code, state):
     fake = workplace / "python"
     write_script(fake, f"#!/bin/sh\nexit {code}\n")
     monkeypatch.setattr(sys, "executable", str(fake))
