@@ -97,9 +97,7 @@ def test_run_without_name_gets_new_directory(tmp_path, tiny, environment, finish
         assert re.search(line, result.out, re.M), result.out
     summary = read_json(run / "summary.json")
     assert re.search(rf"^held-out loss +{summary['heldout_loss']:.3f},", result.out, re.M)
-    assert list(tmp_path.iterdir()) == [tmp_path / "outputs"], (
-        "a file was written outside of outputs/"
-    )
+    assert list(tmp_path.iterdir()) == [tmp_path / "outputs"], "a file is outside of outputs/"
 
 
 @pytest.mark.slow

@@ -20,10 +20,10 @@ def same_data_words(corpus: Path, run: Path, *more: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def dense_run_directory(corpus, tmp_path_factory):
-    directory = tmp_path_factory.mktemp("straight")
-    ForkedRun(same_data_words(corpus, directory / "dense"), 1, directory / "dense").finish()
-    return directory
+def dense_run(corpus, tmp_path_factory):
+    run = tmp_path_factory.mktemp("straight") / "dense"
+    ForkedRun(same_data_words(corpus, run), 1, run).finish()
+    return run
 
 
 LAYOUTS = {
@@ -44,9 +44,9 @@ LAYOUTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["1, 2, 4, 3", "experts"])
-def test_resume_on_different_mesh_reads_same_batches(corpus, dense_run_directory, tmp_path, kind):
+def test_resume_on_different_mesh_reads_same_batches(corpus, dense_run, tmp_path, kind):
     model = ["model=moe_tiny"] if kind == "experts" else []
-    undisturbed = dense_run_directory / "dense"
+    undisturbed = dense_run
     if model:
         undisturbed = tmp_path / "undisturbed"
         ForkedRun(same_data_words(corpus, undisturbed, *model), 1, undisturbed).finish()
@@ -115,16 +115,14 @@ def test_resume_refuses_changed_data_key_without_allow_changes(corpus, tmp_path,
 
 
 @pytest.mark.slow
-def test_resume_continues_sample_order_if_batch_size_is_halved(
-    corpus, dense_run_directory, tmp_path
-):
+def test_resume_continues_sample_order_if_batch_size_is_halved(corpus, dense_run, tmp_path):
     """With half of the global batch, each step reads the next six samples of the same order."""
     run = tmp_path / "run"
     short = [*same_data_words(corpus, run), "steps=4", "optim.warmup_steps=1"]
     ForkedRun(short, 1, run).finish()
     more = ["steps=8", "global_batch_size=6", "run.allow_changes=[steps,global_batch_size]"]
     ForkedRun([*short, *more], 1, run).finish()
-    mine, undisturbed = step_samples(run), step_samples(dense_run_directory / "dense")
+    mine, undisturbed = step_samples(run), step_samples(dense_run)
     for step in (5, 6):
         halves = mine[2 * step - 5] + mine[2 * step - 4]
         assert sorted(halves) == undisturbed[step]

@@ -99,9 +99,7 @@ def test_values_json_of_forty_runs_is_smaller_than_300_kb(forty):
     study, file = forty
     assert len(read_values(study, file).runs) == 40
     assert file.stat().st_size < 300_000
-    assert file.read_text(encoding="utf-8").count("a1" * 32) == 2, (
-        "common facts of an arm are stored once"
-    )
+    assert file.read_text(encoding="utf-8").count("a1" * 32) == 2, "arm facts are stored once"
 
 
 def test_verdict_from_values_json_is_exploratory_if_study_was_edited(forty, tmp_path):

@@ -349,9 +349,7 @@ def test_study_rule_compares_lr_sensitivity_of_arms(tmp_path):
     verdict = judge(study, out)
     assert (verdict.verdict, verdict.would_be) == ("exploratory", "shown")
     assert "v2-lr0.004-seed2" in verdict.reasons[0]
-    assert list(verdict.arms[1].seed_values) == [0, 1], (
-        "a seed counts once all of its rates have ended"
-    )
+    assert list(verdict.arms[1].seed_values) == [0, 1], "a seed counts if all its rates have ended"
 
     (last,) = next_runs(study, out)
     write_ended(study, last, out, 4.44)
