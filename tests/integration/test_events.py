@@ -20,6 +20,7 @@ from runs.command import (
     write_texts,
 )
 from runs.planted_train import Fault
+from runs.written import edit_text
 
 from diffllm import load_config
 from diffllm.config.saved import load_run_config
@@ -134,8 +135,7 @@ def test_printed_text_is_cut_without_show_full(spiky, environment, listed_events
 
 def test_text_of_moved_data_is_refused_in_one_line(corpus, spiky, environment, tmp_path):
     run, moved = shutil.copytree(spiky, tmp_path / "run"), tmp_path / "corpus.jsonl"
-    config = (run / "config.yaml").read_text(encoding="utf-8")
-    (run / "config.yaml").write_text(config.replace(str(corpus), str(moved)), encoding="utf-8")
+    edit_text(run / "config.yaml", str(corpus), str(moved))
     words = ["events", f"run={run}"]
     said = refusal_of(tool([*words, "show=text"], tmp_path, environment))
     assert f"{moved} matches no file or directory; move or link the data to the path in" in said

@@ -11,6 +11,7 @@ import pytest
 from processes import PATIENCE_S
 from runs.command import assert_same_weights, command, metric_lines, tool_command, wait_for
 from runs.json_files import read_json, write_json
+from runs.written import edit_text
 
 from diffllm.config.saved import load_run_config
 
@@ -112,9 +113,6 @@ def test_interrupted_study_matches_uninterrupted_study(tmp_path, tiny, environme
     losses = read_json(out / "half-seed1" / "summary.json")["heldout_loss"]
     assert found["arms"]["half"]["values"]["1"] == losses
 
-    path.write_text(
-        path.read_text(encoding="utf-8").replace("half is better", "half is no worse"),
-        encoding="utf-8",
-    )
+    edit_text(path, "half is better", "half is no worse")
     result = command(words, tmp_path, environment)
     assert json.loads(result.out)["verdict"] == "exploratory"

@@ -19,14 +19,9 @@ LONGER = [f"steps={STEPS}", "checkpoint.interval=4", "log_interval=4"]
 
 def start_sweep(words: list[str], cwd: Path, environment: dict[str, str]) -> subprocess.Popen:
     return subprocess.Popen(
-        train_command(words),
-        cwd=cwd,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        encoding="utf-8",
-        start_new_session=True,
-    )
+        train_command(words), cwd=cwd, env=environment, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, encoding="utf-8", start_new_session=True,
+    )  # fmt: skip
 
 
 def process_of_run(process: subprocess.Popen, name: str) -> int:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from runs.command import command, tool, train, train_command
-from runs.json_files import read_jsonl
+from runs.json_files import read_jsonl, write_jsonl
 
 RUN = [
     "data=synthetic", "data.task=mqar", "data.level={filler: 4}", "data.examples=2000",
@@ -80,9 +80,7 @@ def test_train_refuses_invalid_task_setting(directory, environment, words, said)
     run = directory / "refused"
     for folder in ("arc", "piqa"):
         (directory / folder).mkdir(exist_ok=True)
-        (directory / folder / "test.jsonl").write_text(
-            '{"prompt": "a", "answer": "b"}\n', encoding="utf-8"
-        )
+        write_jsonl(directory / folder / "test.jsonl", [{"prompt": "a", "answer": "b"}])
     words = [*RUN, *words, "steps=4", f"run.dir={run}", f"data.cache_dir={directory}/cache"]
     result = train(words, directory, environment)
     assert result.code == 2, result

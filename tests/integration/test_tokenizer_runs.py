@@ -8,6 +8,7 @@ import pytest
 import sentencepiece
 from runs.command import documents, tool, train
 from runs.json_files import read_json
+from runs.written import edit_text
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from diffllm import load_config
@@ -49,9 +50,7 @@ def test_run_of_older_version_continues_with_its_guessed_eos_without_cache(
     assert begun.code == 0, begun.err
     assert "\nEOS: </s>, token 1\n" in begun.out
     config = tmp_path / "run" / "config.yaml"
-    text = config.read_text(encoding="utf-8")
-    assert "  eos_token: </s>\n" in text
-    config.write_text(text.replace("  eos_token: </s>\n", ""), encoding="utf-8")
+    edit_text(config, "  eos_token: </s>\n", "")
 
     shutil.rmtree(cache)
     evaluated = tool(["evaluate", "run=run", "tasks=[position]", "limit=2"], tmp_path, environment)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from runs.written import edit_text
 
 from diffllm.checkpoint import manifest, reader
 from diffllm.cli import main
@@ -27,8 +28,7 @@ def save_next_checkpoint(run: Path) -> None:
     old, new = (run / "checkpoints" / f"step-{step:08d}" for step in (4, 8))
     if old.is_dir():
         old.rename(new)
-        state = (new / "state.json").read_text(encoding="utf-8")
-        (new / "state.json").write_text(state.replace('"step": 4', '"step": 8'), encoding="utf-8")
+        edit_text(new / "state.json", '"step": 4', '"step": 8')
         sign(new)
 
 
@@ -72,9 +72,8 @@ def test_commands_skip_checkpoint_that_another_process_deletes(
     assert called
     if command == "consolidate":
         assert "step 8: " in said.out
-        assert [path.name for path in (run_with_step_4 / "consolidated").iterdir()] == [
-            "step-00000008"
-        ]
+        consolidated = run_with_step_4 / "consolidated"
+        assert [path.name for path in consolidated.iterdir()] == ["step-00000008"]
 
 
 def test_load_model_raises_error_if_checkpoint_is_deleted_during_load(run_with_step_4, monkeypatch):

@@ -67,9 +67,7 @@ def test_command_writes_same_offline_run_as_training(tmp_path, tiny, environment
     assert (tmp_path / written["directory"]) == content.path.parent
 
 
-def test_command_writes_older_run_with_names_of_computed_values_of_this_version(
-    tmp_path, environment
-):
+def test_command_writes_older_run_with_current_names_of_computed_values(tmp_path, environment):
     run = shutil.copytree(ROOT / "tests/data_files/made_before/runs/run", tmp_path / "run")
     before = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["run"]
     assert tool(["wandb", "run=run", "mode=offline"], tmp_path, environment).code == 0
@@ -102,9 +100,7 @@ def test_command_writes_logged_steps_and_same_id_of_run_without_run_json(tmp_pat
 
 
 @pytest.mark.slow
-def test_command_marks_diverged_run_as_failed_and_gives_unfinished_run_no_summary(
-    tmp_path, environment
-):
+def test_command_marks_diverged_run_as_failed_and_unfinished_run_not(tmp_path, environment):
     reason = {"stopped": "too many skipped updates", "diverged": True}
     diverged = offline(write_run(tmp_path / "a", "attention=gated", summary=reason), environment)
     assert diverged.summary["stopped"] == "too many skipped updates"
@@ -152,9 +148,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("words", "variables", "message"), REFUSED)
-def test_command_refuses_bad_input_and_writes_nothing(
-    tmp_path, environment, words, variables, message
-):
+def test_command_refuses_bad_input_without_writes(tmp_path, environment, words, variables, message):
     for name in ("a", "empty"):
         write_run(tmp_path / name, "attention=gated")
     (tmp_path / "empty" / "metrics.jsonl").write_text("", encoding="utf-8")
@@ -191,9 +185,7 @@ def history_steps(stored: StoredRun) -> list[int]:
 
 
 @pytest.mark.slow
-def test_online_command_repairs_run_and_gaps_with_new_wandb_runs(
-    tmp_path, environment, wandb_server
-):
+def test_online_command_repairs_runs_and_gaps_with_new_runs(tmp_path, environment, wandb_server):
     sweep = tmp_path / "s"
     for name in ("standard", "gated"):
         write_run(sweep / name, f"attention={name}", facts={"wandb_id": name})

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from report_pages import csv_rows, undrawn_page
-from runs.written import write_run
+from runs.written import edit_text, write_run
 
 from diffllm.compare.report.comparison import Comparison, read
 from diffllm.compare.report.page_tables import score_table
@@ -230,10 +230,7 @@ def test_report_skips_invalid_evaluation_file_and_adds_note(copied_runs):
 
 def test_report_skips_evaluation_result_with_edited_scores(copied_runs):
     file = results_of(copied_runs / "standard0", 20) / "mqar.jsonl"
-    file.write_text(
-        file.read_text(encoding="utf-8").replace('"value": 0.5', '"value": 0.9871'),
-        encoding="utf-8",
-    )
+    edit_text(file, '"value": 0.5', '"value": 0.9871')
     comparison = compared(copied_runs)
     (standard, _) = comparison.evaluated[0].lines[1].cells
     assert standard.mean == estimate(EASY["standard"][1:]).within(0, 1)

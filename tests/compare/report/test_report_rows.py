@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import permutations
 
 import pytest
+from runs.json_files import write_jsonl
 from runs.written import (
     TINY,
     facts_of,
@@ -582,9 +583,7 @@ def test_run_without_recorded_plugin_hash_has_separate_row(tmp_path):
 
 
 def write_config_change(path, step, **made):
-    (path / "changes.jsonl").write_text(
-        json.dumps({"step": step, "changes": made}) + "\n", encoding="utf-8"
-    )
+    write_jsonl(path / "changes.jsonl", [{"step": step, "changes": made}])
 
 
 def test_loss_gap_excludes_run_with_config_change_during_training(tmp_path):

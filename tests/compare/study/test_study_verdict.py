@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from runs.json_files import write_json
 from runs.written import (
     ALIKE,
     LOWER,
@@ -150,9 +151,8 @@ def test_verdict_is_not_comparable_if_data_or_code_of_runs_differs(tmp_path, hal
 def test_check_study_runs_raises_error_if_plugin_code_has_changed(tmp_path):
     study = study_file(tmp_path / "study.yaml", LOWER, **TWO_ARMS)
     write_arms(study, tmp_path / "out", {"half": HALF}, plugin_code={"own": "1a"})
-    (tmp_path / "out" / "sweep.json").write_text(
-        '{"runs": {"half-seed0": ["run.study=1/deciding/half"]}}', encoding="utf-8"
-    )
+    runs = {"half-seed0": ["run.study=1/deciding/half"]}
+    write_json(tmp_path / "out" / "sweep.json", {"runs": runs})
     with pytest.raises(ConfigError, match=r"half-seed0 was started with other plugin code \(plug"):
         check_study_runs(study, tmp_path / "out", 1)
     with pytest.raises(ConfigError, match="arm half: global_batch_size"):
@@ -388,7 +388,7 @@ def test_study_dry_run_estimates_time_from_pilot_runs(tmp_path, monkeypatch, out
     assert output_of(*words) == snapshot(name="one run finished")
 
 
-def test_study_dry_run_estimates_time_from_gpu_and_mfu(
+def test_dry_run_estimates_time_from_gpu_and_mfu(
     tmp_path, monkeypatch, output_of, error_of, snapshot
 ):
     monkeypatch.chdir(tmp_path)

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
-from runs.written import LOWER, study_file, write_arms, write_lines
+from runs.written import LOWER, edit_text, study_file, write_arms, write_lines
 
 from diffllm.compare.study.arms import StudyArm, StudyRun
 from diffllm.compare.study.decision import apply_rules
@@ -147,8 +147,7 @@ def test_error_for_invalid_smaller_arms_of_trend_rule_mentions_an_arm(tmp_path, 
 def test_check_study_runs_raises_error_if_sizes_do_not_fit_trend_rule(tmp_path):
     study = study_file(tmp_path / "study.yaml", SIZES, **SIX)
     check_study_runs(study, tmp_path / "out", 1)
-    text = study.path.read_text(encoding="utf-8")
-    study.path.write_text(text.replace("dim=32", "dim=256"), encoding="utf-8")
+    edit_text(study.path, "dim=32", "dim=256")
     with pytest.raises(ConfigError, match=r"different numbers of parameters \(v2_s "):
         check_study_runs(load_study(study.path), tmp_path / "out", 1)
 

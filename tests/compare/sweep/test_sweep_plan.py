@@ -108,9 +108,7 @@ def test_error_about_changed_steps_names_the_changed_budget():
 
 def test_sweep_refuses_changed_plugin_code_unless_change_is_allowed():
     pretend(planned("seed=0,1"))
-    Path("outputs/mine/seed1/run.json").write_text(
-        '{"plugin_code": {"own": "1a2b"}}', encoding="utf-8"
-    )
+    write_json(Path("outputs/mine/seed1/run.json"), {"plugin_code": {"own": "1a2b"}})
     with pytest.raises(ConfigError, match=r"other plugin code \(plugins: own@1a2b in the run"):
         planned("seed=0,2")
     runs = planned("seed=1,2", "run.allow_changes=[plugins]")
@@ -364,9 +362,7 @@ def test_train_command_prints_single_error_line_if_submitit_folder_is_invalid(wo
     (workplace / "file").touch()
     words = ["-m", "hydra/launcher=submitit_local", "hydra.launcher.submitit_folder=file/logs"]
     error = error_of("train", *words, "model=tiny", "seed=0", "run.sweep=mine")
-    assert error.startswith(
-        "error: hydra.launcher.submitit_folder=file/logs cannot be used: Not a directory"
-    )
+    assert error.startswith(f"error: {words[-1]} cannot be used: Not a directory")
     assert [path.name for path in workplace.iterdir()] == ["file"]
 
 
@@ -429,8 +425,7 @@ def test_interrupted_sweep_prints_whether_jobs_stay_in_queue(kind, message, monk
         return {"seed0": SimpleNamespace(job_id="7_0", **ended)}
 
     monkeypatch.setattr(ClusterLauncher, "submit", interrupted)
-    stopped, _ = ClusterLauncher(kind, [], {}).run(
-        [planned_job(Path("s/seed0"))], SweepDirectory(Path("s"))
-    )
+    jobs = [planned_job(Path("s/seed0"))]
+    stopped, _ = ClusterLauncher(kind, [], {}).run(jobs, SweepDirectory(Path("s")))
     assert stopped == signal.SIGINT
     assert capfd.readouterr().err.startswith(message)
