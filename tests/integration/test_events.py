@@ -14,6 +14,7 @@ from runs.command import (
     overrides_of,
     refusal_of,
     start,
+    success_of,
     the_error,
     tool,
     trained_on,
@@ -121,8 +122,7 @@ def test_text_of_each_event_is_text_of_the_trained_samples(corpus, spiky, listed
 
 def test_printed_text_is_cut_without_show_full(spiky, environment, listed_events, tmp_path):
     words = ["events", f"run={spiky}", "step=27", "kind=loss_spike"]
-    done = tool([*words, "show=full"], tmp_path, environment)
-    assert done.code == 0, done
+    done = success_of(tool([*words, "show=full"], tmp_path, environment))
     (text, *_) = (event["text"] for event in listed_events if event["step"] == 27)
     for sample in text:
         assert f"corpus, sequence {sample['sequence']} ---" in done.out
@@ -191,8 +191,7 @@ def test_text_of_skipped_update_is_text_of_its_samples(corpus, environment, tmp_
         start(corpus, tmp_path / "first", "steps=1", "optim.warmup_steps=0").finish()
         words.append(f"resume=stage:{tmp_path / 'first'}")
     start(corpus, run, *words, ranks=ranks).finish()
-    done = tool(["events", f"run={run}", "show=text", "--json"], tmp_path, environment)
-    assert done.code == 0, done
+    done = success_of(tool(["events", f"run={run}", "show=text", "--json"], tmp_path, environment))
     events = [event for event in json.loads(done.out) if event["kind"] == "skipped"]
     assert [event["step"] for event in events] == [2, 3, 4, 5, 6]
     data, trained = own_data(run, load_run_config(run)), trained_on(run)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from runs.command import ForkedRun, metrics, reached, refusal_of, train
+from runs.command import ForkedRun, metrics, reached, refusal_of, success_of, train
 
 
 def unmounted(checkpoints: Path) -> None:
@@ -59,8 +59,7 @@ def test_resume_uses_checkpoints_on_another_disk(killed_run, tiny, tmp_path, env
         (killed_run / "checkpoints").symlink_to(disk)
     else:
         words.append(f"resume={disk}")
-    result = train(words, tmp_path, environment)
-    assert result.code == 0, result.err
+    success_of(train(words, tmp_path, environment))
     assert [line["step"] for line in metrics(killed_run)] == [1, 2, 4]
     assert (disk / "step-00000004").is_dir() == linked
 

@@ -15,6 +15,7 @@ from runs.command import (
     metrics,
     overrides_of,
     refusal_of,
+    success_of,
     tool_command,
     train_command,
     with_faults,
@@ -79,8 +80,7 @@ def test_prepare_succeeds_if_stdout_or_stderr_fails(tmp_path, environment, code_
         *("model=tiny", "model.vocab_size=512", f"data.cache_dir='{tmp_path / NAME}'"),
         *("prepare.processes=2", "data.packing=best_fit"),
     ]
-    ended = forked_call(with_faults("tool", fault, fault), words, tmp_path, environment)
-    assert ended.code == 0, ended
+    success_of(forked_call(with_faults("tool", fault, fault), words, tmp_path, environment))
     assert list((tmp_path / NAME / "tokens").glob("*/manifest.json"))
 
 

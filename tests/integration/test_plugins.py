@@ -17,6 +17,7 @@ from runs.command import (
     metric_lines,
     metrics,
     refusal_of,
+    success_of,
     tool,
     train,
     train_command,
@@ -54,8 +55,7 @@ def plugin_words(plugin_files) -> list[str]:
 
 @pytest.fixture(scope="module")
 def plugin_run(cwd, env, plugin_words) -> Path:
-    done = train([*plugin_words, "run.dir=straight"], cwd, env)
-    assert done.code == 0, done.err
+    done = success_of(train([*plugin_words, "run.dir=straight"], cwd, env))
     assert f'run=straight prompt="..." {PLUGIN}' in done.out
     return cwd / "straight"
 
@@ -149,8 +149,7 @@ def test_run_of_custom_variant_is_readable_without_config_dir(tmp_path, tiny, en
         encoding="utf-8",
     )
     words = [*tiny, "attention=normed", "steps=2", "run.dir=run"]
-    done = train([f"--config-dir={file.parents[1]}", *words], tmp_path, environment)
-    assert done.code == 0, done.err
+    success_of(train([f"--config-dir={file.parents[1]}", *words], tmp_path, environment))
     assert "attention: normed" in (tmp_path / "run" / "config.yaml").read_text(encoding="utf-8")
     for words in (["generate", "run=run", "prompt=a", "max_new_tokens=1"], ["report", "run"]):
         done = tool(words, tmp_path, environment)
@@ -230,8 +229,7 @@ def test_resume_accepts_changed_plugin_keys_only_if_they_decide_speed(
     unfinish(cwd / "again", 6)
     for key in ("model.attention.temperature", "model.attention.initial", "data.documents"):
         assert_ends(train([*again, f"{key}=300"], cwd, env), f"({key}: ", ", 300", "this command)")
-    done = train([*again, "model.attention.tile=128", "data.readers=2"], cwd, env)
-    assert done.code == 0, done.err
+    done = success_of(train([*again, "model.attention.tile=128", "data.readers=2"], cwd, env))
     assert "resumes from step 4" in done.out + done.err
     config = (cwd / "again" / "config.yaml").read_text(encoding="utf-8")
     assert "tile: 128" in config
@@ -256,8 +254,7 @@ def test_report_splits_runs_by_plugin_keys_only_of_numbers_and_order(plugin_run,
     edited_copy(tmp_path / "first", "faster", seed=1, tile=128, readers=2)
     edited_copy(tmp_path / "first", "hotter", seed=2, temperature=2)
     edited_copy(tmp_path / "first", "fewer", seed=3, documents=300)
-    done = tool(["report", str(tmp_path), "out=page", "--json", PLUGIN], tmp_path, env)
-    assert done.code == 0, done.err
+    done = success_of(tool(["report", str(tmp_path), "out=page", "--json", PLUGIN], tmp_path, env))
     rows = {
         (row["model.attention.temperature"], row["data.documents"]): row
         for row in json.loads(done.out)["rows"]
@@ -398,8 +395,7 @@ def test_every_run_of_sweep_imports_plugin_from_sys_path_of_parent_process(
     code += f"runpy.run_path({script!r}, run_name='__main__')"
     env["PYTHONPATH"] = str(Path(script).parent)
     words = [python, "-c", code, *sweep, *more]
-    done = command(words, cwd, env)
-    assert done.code == 0, done
+    done = success_of(command(words, cwd, env))
     table = done.out[done.out.rindex("outputs/mine/scaled ") :]
     assert len(re.findall(r"held-out loss \d", table)) == 3, table
     again = command(words, cwd, env)

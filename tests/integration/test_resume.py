@@ -15,6 +15,7 @@ from runs.command import (
     metric_lines,
     overrides_of,
     start,
+    success_of,
     train,
     train_command,
     wait_for,
@@ -122,8 +123,7 @@ def test_resume_uses_mkl_and_compile_settings_of_checkpoint(corpus, tmp_path):
 
     def trained(name: str, *words: str, **environment: str) -> Path:
         run = tmp_path / name
-        result = train(overrides_of(corpus, run, *settings, *words), tmp_path, environment)
-        assert result.code == 0, result.err
+        success_of(train(overrides_of(corpus, run, *settings, *words), tmp_path, environment))
         return run
 
     whole = trained("whole", MKL_CBWR="AVX2,STRICT")

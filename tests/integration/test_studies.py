@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 from processes import PATIENCE_S
-from runs.command import assert_same_weights, command, metric_lines, tool_command, wait_for
+from runs.command import (
+    assert_same_weights,
+    command,
+    metric_lines,
+    success_of,
+    tool_command,
+    wait_for,
+)
 from runs.json_files import read_json, write_json
 from runs.written import edit_text
 
@@ -76,8 +83,7 @@ def test_interrupted_study_matches_uninterrupted_study(tmp_path, tiny, environme
         assert summary_times(out).items() >= before.items(), line
         before = summary_times(out)
 
-    result = command(words, tmp_path, environment)
-    assert result.code == 0, result
+    result = success_of(command(words, tmp_path, environment))
     assert "all runs of" in result.out
     assert summary_times(out).items() >= before.items()
     assert ended_runs(out) == {*RATES, *DECIDING}
@@ -103,8 +109,7 @@ def test_interrupted_study_matches_uninterrupted_study(tmp_path, tiny, environme
     assert mark.split("/")[1:] == ["deciding", "half"]
 
     words = tool_command(["study", "verdict", str(path), f"out={out}", "--json"])
-    result = command(words, tmp_path, environment)
-    assert result.code == 0, result.err
+    result = success_of(command(words, tmp_path, environment))
     found = json.loads(result.out)
     rates = {arm: each["losses"] for arm, each in found["learning_rates"].items()}
     at_the_end = {arm: min(losses, key=losses.get) for arm, losses in rates.items()}

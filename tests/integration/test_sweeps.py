@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 from processes import PATIENCE_S
-from runs.command import Result, command, descendants, metrics, train_command, wait_for
+from runs.command import Result, command, descendants, metrics, success_of, train_command, wait_for
 from runs.json_files import read_json
 
 STEPS = 40
@@ -76,8 +76,7 @@ def test_killed_sweep_resumes_unfinished_runs(tmp_path, tiny, environment, finis
     assert "1 of 2 runs did not finish, 1 failed" in table
     assert_finished(runs[1])
 
-    last = command(train_command(words), tmp_path, environment)
-    assert last.code == 0, last
+    last = success_of(command(train_command(words), tmp_path, environment))
     assert "sweep outputs/mine: 2 runs, 1 already finished" in last.out
     assert re.search(r"^outputs/mine/standard resumes from step \d+$", last.out, re.M), last.out
     assert "run 2 of 2" not in last.out

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from runs.command import command, tool, train, train_command
+from runs.command import command, success_of, tool, train, train_command
 from runs.json_files import read_jsonl, write_jsonl
 
 RUN = [
@@ -29,8 +29,7 @@ def test_task_scores_in_training_match_scores_of_evaluate_command(directory, env
         f"run.dir={directory}/run",
         f"data.cache_dir={directory}/cache",
     ]
-    result = train(words, directory, environment)
-    assert result.code == 0, result
+    result = success_of(train(words, directory, environment))
     lines = lines_by_step(directory / "run")
     found = {step: values["tasks/mqar"] for step, values in lines.items() if "tasks/mqar" in values}
     assert list(found) == [3, 4]
@@ -102,8 +101,7 @@ def test_tiny_model_solves_mqar_task_after_training(directory, environment):
     ]
     directories = [f"run.dir={directory}/learned", f"data.cache_dir={directory}/learned_cache"]
     # A minute of training on a free core may take ten minutes on a busy machine.
-    result = command(train_command([*words, *directories]), directory, environment, timeout=900)
-    assert result.code == 0, result
+    success_of(command(train_command([*words, *directories]), directory, environment, timeout=900))
     scores = {}
     for task in ("mqar", "attention_mass_mqar"):
         asked = [f"tasks=[{task}]", f"level={easy}", "--json"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from runs.command import ROOT, changes, metrics, refusal_of, snapshot, tool, train
+from runs.command import ROOT, changes, metrics, refusal_of, snapshot, success_of, tool, train
 from runs.written import write_run
 from wandb_file import OfflineRun
 from wandb_server import HISTORY, StoredRun
@@ -82,8 +82,7 @@ def wandb_summary(run: OfflineRun) -> dict[str, object]:
 
 def offline(run: Path, environment: dict[str, str], *words: str) -> OfflineRun:
     """Call `diffllm wandb mode=offline`; return the new offline run."""
-    done = tool(["wandb", f"run={run}", "mode=offline", *words], run.parent, environment)
-    assert done.code == 0, done.err
+    success_of(tool(["wandb", f"run={run}", "mode=offline", *words], run.parent, environment))
     return OfflineRun(run)
 
 
@@ -129,8 +128,7 @@ def test_command_in_directory_of_sweep_or_run_uses_its_name(tmp_path, environmen
     for name in ("standard", "gated"):
         write_run(sweep / name, f"attention={name}")
     for place, word, tags in ((sweep, "sweep=.", ["s"]), (sweep / "gated", "run=.", [])):
-        done = tool(["wandb", word, "mode=offline"], place, environment)
-        assert done.code == 0, done.err
+        success_of(tool(["wandb", word, "mode=offline"], place, environment))
         header = OfflineRun(place).header
         assert (header.display_name, [*header.tags]) == (place.name, tags)
 
@@ -191,8 +189,7 @@ def test_online_command_repairs_runs_and_gaps_with_new_runs(tmp_path, environmen
         write_run(sweep / name, f"attention={name}", facts={"wandb_id": name})
     words = ["wandb", "sweep=s", "mode=online", "--json"]
     variables = environment | wandb_server.variables(tmp_path)
-    first = tool(words, tmp_path, variables)
-    assert first.code == 0, first.err
+    success_of(tool(words, tmp_path, variables))
     gaps = (sweep / ".wandb-id").read_text(encoding="utf-8").strip()
     assert {*wandb_server.runs} == {"standard", "gated", gaps}
     assert wandb_server.runs["gated"].facts["groupName"] == "gated"
@@ -202,8 +199,7 @@ def test_online_command_repairs_runs_and_gaps_with_new_runs(tmp_path, environmen
 
     lines = wandb_server.runs["gated"].files[HISTORY]
     wandb_server.runs["gated"].files[HISTORY] = damaged = [lines[0], lines[0], lines[2]]
-    second = tool(words, tmp_path, variables)
-    assert second.code == 0, second.err
+    second = success_of(tool(words, tmp_path, variables))
     content = json.loads(second.out)
     for written in content["runs"] + content["gaps"]:
         former = gaps if written["run"] == "s" else Path(written["run"]).name

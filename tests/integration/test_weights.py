@@ -6,7 +6,15 @@ import shlex
 from pathlib import Path
 
 import pytest
-from runs.command import assert_same_weights, finish, metric_lines, overrides_of, train, unfinish
+from runs.command import (
+    assert_same_weights,
+    finish,
+    metric_lines,
+    overrides_of,
+    success_of,
+    train,
+    unfinish,
+)
 from runs.json_files import read_json
 from tiers import slow_but
 
@@ -108,8 +116,7 @@ def test_run_from_weights_has_saved_model_config_by_default(environment, corpus,
         "eval.sequences=4", "eval.tokens=200", "wandb.mode=disabled", "run.report=false",
         f"run.dir={tmp_path / 'run'}",
     ]  # fmt: skip
-    ended = train(words, tmp_path, environment)
-    assert ended.code == 0, ended
+    ended = success_of(train(words, tmp_path, environment))
     assert heldout(tmp_path / "run") == pytest.approx(heldout(sources["run"]), abs=1e-5)
     assert "differs:" not in ended.out
     assert "standard / hf: " in ended.out

@@ -469,6 +469,12 @@ def the_error(text: str) -> str:
     return lines[0]
 
 
+def success_of(result: Result) -> Result:
+    """Return the result of a command, which must have exited with code 0."""
+    assert result.code == 0, result
+    return result
+
+
 def refusal_of(result: Result) -> str:
     """Return the stderr of a command that failed with exit code 2, which must be one error line."""
     assert result.code == 2, result
