@@ -1,13 +1,14 @@
 """Allowed imports between packages, and cheap import of the top-level package."""
 
 import ast
+import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from runs.command import command, success_of
 
 import diffllm
 
@@ -224,10 +225,8 @@ def test_architecture_diagram_matches_package_imports():
 
 def packages_after(code: str) -> set[str]:
     script = f"import sys\n{code}\nprint('\\n'.join(sys.modules))"
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, encoding="utf-8", check=True
-    )
-    return {name.partition(".")[0] for name in done.stdout.split()}
+    done = success_of(command([sys.executable, "-c", script], ROOT.parent, os.environ))
+    return {name.partition(".")[0] for name in done.out.split()}
 
 
 def test_import_of_diffllm_loads_neither_torch_nor_hydra():

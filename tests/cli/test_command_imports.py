@@ -1,10 +1,11 @@
 """Heavy libraries that commands import, measured after a real command in a new process."""
 
-import subprocess
+import os
 import sys
 from pathlib import Path
 
 import pytest
+from runs.command import command, success_of
 from runs.one_rank import write_checkpoint
 from runs.written import study_file, write_arms
 
@@ -60,15 +61,9 @@ for name in {names}:
         assert main([name, "--help"]) == 0
     print(name, *{{*{HEAVY}}} & {{*sys.modules}})
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=tmp_path,
-        capture_output=True,
-        encoding="utf-8",
-        check=True,
-    )
-    assert done.stdout.split() == names
-    assert done.stderr.count("diffllm") >= len(names)
+    done = success_of(command([sys.executable, "-c", script], tmp_path, os.environ))
+    assert done.out.split() == names
+    assert done.err.count("diffllm") >= len(names)
 
 
 def test_train_command_imports_no_heavy_library_at_start_except_torch(study_directory):
@@ -84,7 +79,5 @@ def output_and_modules(words: list[str], place: Path, code: int) -> tuple[str, s
     """Run a command in a new process; return stdout and the names of the imported modules."""
     call = f"from diffllm.cli import main\nassert main({words}) == {code}"
     script = f"import sys\n{call}\nprint('\\n', *sys.modules, file=sys.stderr)"
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=place, capture_output=True, encoding="utf-8", check=True
-    )
-    return done.stdout, {*done.stderr.split()}
+    done = success_of(command([sys.executable, "-c", script], place, os.environ))
+    return done.out, {*done.err.split()}

@@ -186,10 +186,8 @@ def test_turn_is_compiled_if_the_arm_is_compiled(monkeypatch, length):
     assert turn.steps == TURNS.warmup_steps + TURNS.timed_steps
     assert turn.run == load_config([*TINY, "run.report=false"]).run
     assert (turn.diagnostics.interval, turn.eval.suites) == (0, [])
-    assert time_settings(turn) == {
-        **time_settings(load_config(words)),
-        "compile": json.dumps(turn.compile),
-    }
+    settings = time_settings(load_config(words))
+    assert time_settings(turn) == {**settings, "compile": json.dumps(turn.compile)}
 
 
 def turn_run(path: Path, steps: int, summary: dict[str, Any]) -> Job:

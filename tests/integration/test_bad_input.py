@@ -311,8 +311,6 @@ def test_generate_refuses_unusable_run_or_prompt_or_step(workspace, own_run):
 
 
 REAL = [
-    (train_command(["-m", "attention=standard,diff_v9"]), ["attention=diff_v9", *VARIANTS]),
-    (train_command(["run.dir=file/run"]), ["run.dir=file/run", "Not a directory"]),
     (train_command(["--cfg", "jobb"]), ["--cfg", "jobb", "job"]),
     (train_command(["--multirun", "--cfg", "job"]), ["--multirun", "--cfg"]),
     (train_command(["data.split=\udcff"]), ["data.split"]),

@@ -20,6 +20,7 @@ from runs.command import (
     trained_on,
     write_texts,
 )
+from runs.json_files import read_jsonl
 from runs.planted_train import Fault
 from runs.written import edit_text
 
@@ -80,8 +81,7 @@ def test_planted_spikes_at_unlogged_steps_are_events_once_after_kill_and_resume(
 
 
 def texts_of(corpus: Path) -> list[str]:
-    lines = corpus.read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["text"] for line in lines]
+    return [line["text"] for line in read_jsonl(corpus)]
 
 
 def text_by_hash(corpus: Path) -> dict[str, str]:

@@ -1,13 +1,12 @@
 """The wheel, installed outside of the repository."""
 
 import os
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
-from runs.command import ROOT, documents, write_texts
+from runs.command import ROOT, command, documents, success_of, write_texts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -33,11 +32,7 @@ TINY = [
 
 def output(words: list[str], cwd: Path, env: dict[str, str] | None = None) -> str:
     env = {**os.environ, **(env or {})}
-    done = subprocess.run(
-        words, cwd=cwd, env=env, capture_output=True, encoding="utf-8", timeout=280
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return success_of(command(words, cwd, env, timeout=280)).out
 
 
 def test_installed_wheel_contains_config_and_runs_commands(tmp_path: Path) -> None:

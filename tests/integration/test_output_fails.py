@@ -68,9 +68,8 @@ def test_sweep_finishes_valid_run_if_stdout_or_stderr_fails(tmp_path, environmen
     assert ended.code == 1, ended
     sweep = tmp_path / "outputs" / "both"
     assert read_json(sweep / "seq_len32" / "summary.json")["steps"] == 2
-    assert "\nerror: the train split has " in (sweep / "seq_len99999.log").read_text(
-        encoding="utf-8"
-    )
+    log = (sweep / "seq_len99999.log").read_text(encoding="utf-8")
+    assert "\nerror: the train split has " in log
 
 
 @pytest.mark.parametrize("fault", slow_but(["full"], ["full", "ascii"]))

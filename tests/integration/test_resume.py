@@ -68,9 +68,8 @@ def test_killed_run_resumes_bit_identically(corpus, uninterrupted_run, tmp_path,
     assert_same_weights(whole, broken, STEPS)
     assert_measured_when_due(whole)
     state, expected_state = (load_model(run)[0].router_state() for run in (broken, whole))
-    assert {name.rpartition(".")[2] for name in state} == (
-        {"bias", "load"} if model == "mixture" else set()
-    )
+    expected_names = {"bias", "load"} if model == "mixture" else set()
+    assert {name.rpartition(".")[2] for name in state} == expected_names
     assert all(torch.equal(value, expected_state[name]) for name, value in state.items())
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from runs.command import ForkedRun, Gate, metric_lines, overrides_of, step_samples, the_error
+from runs.json_files import read_jsonl, write_jsonl
 from runs.planted_train import Fault
 
 STEPS = 24
@@ -79,17 +80,13 @@ def test_resume_on_different_mesh_reads_same_batches(corpus, dense_run, tmp_path
 )
 def test_resume_refuses_changed_data_key_without_allow_changes(corpus, tmp_path, change, allowed):
     other = tmp_path / "other.jsonl"
-    other.write_text(
-        "".join(reversed(corpus.read_text(encoding="utf-8").splitlines(keepends=True)[:300])),
-        encoding="utf-8",
-    )
+    write_jsonl(other, reversed(read_jsonl(corpus)[:300]))
     change = change.replace("OTHER", str(other))
     run = tmp_path / "run"
     short = [*same_data_words(corpus, run), "steps=4", "optim.warmup_steps=1"]
     ForkedRun(short, 1, run).finish()
-    before = {
-        path: path.read_bytes() for path in run.iterdir() if path.suffix in (".yaml", ".jsonl")
-    }
+    files = [path for path in run.iterdir() if path.suffix in (".yaml", ".jsonl")]
+    before = {path: path.read_bytes() for path in files}
 
     longer = [*short, "steps=6", change]
     passed = ["steps"]

@@ -13,9 +13,11 @@ from runs.command import (
     ForkedRun,
     Gate,
     assert_same_weights,
+    command,
     finish,
     metric_lines,
     overrides_of,
+    success_of,
     tool_command,
     train_command,
     trained_on,
@@ -176,14 +178,8 @@ def test_run_killed_during_checkpoint_save_resumes_bit_identically(corpus, tmp_p
 def test_repeatedly_killed_run_resumes_bit_identically():
     """Run a short version of benchmarks/chaos.py on one rank."""
     words = ["--kills", "3", "--saves", "1", "--ranks", "1", "--every", "4"]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "chaos.py"), *words],
-        capture_output=True,
-        encoding="utf-8",
-        timeout=880,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(done.stdout)
+    words = [sys.executable, str(ROOT / "benchmarks" / "chaos.py"), *words]
+    result = json.loads(success_of(command(words, ROOT, os.environ, timeout=880)).out)
     assert result["equal"]
     assert result["kills"] >= 3
     assert result["during_a_save"] >= 1

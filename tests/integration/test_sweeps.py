@@ -96,13 +96,11 @@ def test_sweep_reports_finished_runs_and_starts_no_other_run_after_ctrl_c(
     assert sweep.returncode == 130, output
     assert not re.search("Traceback|SIGTERM", output)
     assert output.count("stopping after this step") == output.count("stopped by SIGINT") == 1
-    assert re.search(r"^run 2 of 3: steps5000\n2 runs left, ETA [\d:]+ \(at the", output, re.M), (
-        output
-    )
+    begun = r"^run 2 of 3: steps5000\n2 runs left, ETA [\d:]+ \(at the"
+    assert re.search(begun, output, re.M), output
     assert re.search(r"^outputs/mine/steps8 +held-out loss \d", output, re.M), output
-    assert re.search(r"^outputs/mine/steps5000 +stopped, saved at step \d+ of", output, re.M), (
-        output
-    )
+    stopped = r"^outputs/mine/steps5000 +stopped, saved at step \d+ of"
+    assert re.search(stopped, output, re.M), output
     assert re.search(r"^outputs/mine/steps6000 +not started$", output, re.M), output
     assert "2 of 3 runs did not finish; the same command with run.sweep=mine" in output
     assert "\ncomparison outputs/mine/report.html, outputs/mine/report.csv\n" in output

@@ -22,14 +22,8 @@ def directory(tmp_path_factory):
 
 
 def test_task_scores_in_training_match_scores_of_evaluate_command(directory, environment):
-    words = [
-        *RUN,
-        *ASKED,
-        "steps=4",
-        f"run.dir={directory}/run",
-        f"data.cache_dir={directory}/cache",
-    ]
-    result = success_of(train(words, directory, environment))
+    directories = [f"run.dir={directory}/run", f"data.cache_dir={directory}/cache"]
+    result = success_of(train([*RUN, *ASKED, "steps=4", *directories], directory, environment))
     lines = lines_by_step(directory / "run")
     found = {step: values["tasks/mqar"] for step, values in lines.items() if "tasks/mqar" in values}
     assert list(found) == [3, 4]

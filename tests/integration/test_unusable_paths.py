@@ -136,9 +136,8 @@ def test_error_of_train_contains_config_key_of_unusable_path(tmp_path, environme
         assert key in str(caught.value), what
     what, path = rng.choice(list(paths.items()))
     before = snapshot(tmp_path)
-    result = train(
-        [*path_overrides(key, path), "wandb.mode=disabled"], tmp_path / "work", environment
-    )
+    words = [*path_overrides(key, path), "wandb.mode=disabled"]
+    result = train(words, tmp_path / "work", environment)
     assert key in refusal_of(result), what
     assert not changes(before, snapshot(tmp_path))
 

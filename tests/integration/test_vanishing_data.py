@@ -117,7 +117,5 @@ def test_damaged_heldout_tokens_prevent_evaluation(corpus, tokens_copy, undistur
     shutil.rmtree(tokens_copy)
     shutil.copytree(corpus.parent / "cache" / "tokens" / tokens_copy.name, tokens_copy)
     finish(copy, run, *WORDS, ranks=2)
-    losses = [
-        read_json(path / "summary.json")["heldout_loss"] for path in (run, undisturbed_run(2))
-    ]
-    assert losses[0] == losses[1]
+    summary, undisturbed = (read_json(x / "summary.json") for x in (run, undisturbed_run(2)))
+    assert summary["heldout_loss"] == undisturbed["heldout_loss"]

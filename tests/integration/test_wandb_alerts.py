@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from runs import planted_train
-from runs.command import ForkedRun, Gate, loader_processes, overrides_of, start, tool
+from runs.command import ForkedRun, Gate, loader_processes, overrides_of, start, success_of, tool
 from runs.planted_train import Fault
 from wandb_server import StoredRun, WandbServer
 
@@ -52,10 +52,8 @@ def test_divergence_sends_one_alert_per_kind_and_event_table(server, corpus, tmp
     assert [[*row[:7], row[8]] for row in table_rows(stored)] == expected
     assert [line["_step"] for line in stored.history] == [line["step"] for line in stored.history]
 
-    done = tool(
-        ["wandb", f"run={run}", "mode=online"], tmp_path, {**environment, **clients(server)}
-    )
-    assert done.code == 0, done.err
+    variables = {**environment, **clients(server)}
+    success_of(tool(["wandb", f"run={run}", "mode=online"], tmp_path, variables))
     _, repaired = server.runs.values()
     assert table_rows(repaired) == table_rows(stored)
     assert repaired.alerts == []
@@ -128,7 +126,6 @@ def test_cancel_tag_offline_is_refused(corpus, tmp_path):
     process = start(corpus, run, *SMALL, "wandb.mode=offline", "wandb.cancel_tag=true")
     output = process.finish(2)
     (line,) = output.splitlines()
-    assert line.startswith(
-        "error: wandb.cancel_tag=true needs wandb online, but its mode is offline"
-    )
+    error = "error: wandb.cancel_tag=true needs wandb online, but its mode is offline"
+    assert line.startswith(error)
     assert not run.exists()

@@ -167,11 +167,8 @@ def test_groups_of_sweep_in_wandb_are_rows_of_report(wandb_sweep):
 def test_resumed_runs_of_extended_sweep_keep_their_groups(wandb_sweep, tmp_path, tiny, environment):
     sweep = shutil.copytree(wandb_sweep, tmp_path / "outputs" / "s")
     first_steps = "diff_v2-lr0.001-seed1"  # killed before its first checkpoint
-    recorded = {
-        "diff_v2-lr0.001-seed0": "a group",
-        "diff_v2-lr0.003-seed0": None,
-        first_steps: "another group",
-    }
+    recorded = {"diff_v2-lr0.001-seed0": "a group", first_steps: "another group"}
+    recorded["diff_v2-lr0.003-seed0"] = None
     for name, group in recorded.items():
         file = sweep / name / "run.json"
         facts = read_json(file)

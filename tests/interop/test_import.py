@@ -97,9 +97,8 @@ def test_import_reads_sharded_files_and_bf16_parameters(tmp_path, tokenizer, opt
 def test_commands_print_name_and_unknown_corpus_of_imported_run(tmp_path, tokenizer, output_of):
     save_foreign_model("llama", tmp_path / "my llama", tokenizer)
     run, two = tmp_path / "run", tmp_path / "two"
-    assert "my-llama: 0.08M parameters, standard" in output_of(
-        "import", f"hf={tmp_path / 'my llama'}", f"out={run}"
-    )
+    imported = output_of("import", f"hf={tmp_path / 'my llama'}", f"out={run}")
+    assert "my-llama: 0.08M parameters, standard" in imported
     assert main(["import", f"hf={run}", f"out={two}", "attention=diff_v2"]) == 0
     for path in (run, two):
         assert load_run_config(path).resolved.choices["model"] == "my-llama"
@@ -274,9 +273,8 @@ def test_import_of_damaged_model_prints_one_error_line(tmp_path, tokenizer, erro
 def test_import_refuses_tokenizer_larger_than_model(tmp_path, tokenizer, error_of, monkeypatch):
     monkeypatch.setitem(SMALL, "vocab_size", 300)
     save_foreign_model("llama", tmp_path / "hf", tokenizer)
-    assert "400 tokens, but vocab_size in config.json is 300" in error_of(
-        "import", f"hf={tmp_path / 'hf'}", f"out={tmp_path / 'out'}"
-    )
+    error = error_of("import", f"hf={tmp_path / 'hf'}", f"out={tmp_path / 'out'}")
+    assert "400 tokens, but vocab_size in config.json is 300" in error
 
 
 def test_import_prints_error_for_invalid_arguments(make_run, tmp_path, error_of):

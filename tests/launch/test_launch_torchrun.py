@@ -188,11 +188,8 @@ def test_workers_save_checkpoint_after_signal_to_torchrun_script(tmp_path):
 
 def test_torchrun_ends_if_script_receives_signal_before_workers_start(tmp_path):
     """For example during the wait for other nodes."""
-    fake(
-        tmp_path / "bin",
-        "torchrun",
-        "import os, time; open(os.environ['SEEN'], 'w').close(); time.sleep(3600)\n",
-    )
+    waiting = "import os, time; open(os.environ['SEEN'], 'w').close(); time.sleep(3600)\n"
+    fake(tmp_path / "bin", "torchrun", waiting)
     seen = tmp_path / "seen"
     env = environment_with(tmp_path / "bin", SEEN=str(seen))
     process = subprocess.Popen([SCRIPT], env=env, stdout=subprocess.PIPE, encoding="utf-8")

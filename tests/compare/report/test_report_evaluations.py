@@ -59,9 +59,8 @@ def test_report_contains_mean_score_for_each_needle_depth(copied_runs):
     for variant, shares in {"standard": (0.2, 0.4, 0.3), "diff_v2": (0.5, 0.4, 0.6)}.items():
         for seed, share in enumerate(shares):
             depths = {"0.25": share, "0.75": 1.0}
-            write_result(
-                copied_runs / f"{variant}{seed}", score("512", 0.7, by_depth=depths), name="needle"
-            )
+            needle = score("512", 0.7, by_depth=depths)
+            write_result(copied_runs / f"{variant}{seed}", needle, name="needle")
     comparison = compared(copied_runs)
     (needle,) = (each for each in comparison.evaluated if each.name == "needle")
     assert [line.name for line in needle.parts] == ["512, depth 0.25", "512, depth 0.75"]
@@ -219,10 +218,8 @@ def test_report_skips_invalid_evaluation_file_and_adds_note(copied_runs):
     (place.parent / "step-00000099").write_text("a file", encoding="utf-8")
     problems: dict[str, list[str]] = {}
     assert all_results(copied_runs / "standard0", problems) == {}
-    assert [Path(file).name for files in problems.values() for file in files] == [
-        "directory.jsonl",
-        "mqar.jsonl",
-    ]
+    names = [Path(file).name for files in problems.values() for file in files]
+    assert names == ["directory.jsonl", "mqar.jsonl"]
     comparison = compared(copied_runs)
     assert comparison.evaluated[0].lines[1].cells[0]
     assert any(f"{place / 'mqar.jsonl'}: " in note for note in comparison.notes)

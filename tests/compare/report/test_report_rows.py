@@ -495,9 +495,8 @@ def test_report_csv_summarizes_each_metric_over_seeds(tmp_path):
         counts = {"spikes/loss_total": 2.0 + seed, "spikes/skipped_total": 3}
         bits = {"heldout_bits_per_byte": 1.5 + seed / 2}
         words = ("attention=standard", f"seed={seed}")
-        write_run(
-            tmp_path / f"s{seed}", *words, loss=4.0 + seed, lines=lines, summary=counts | bits
-        )
+        summary = counts | bits
+        write_run(tmp_path / f"s{seed}", *words, loss=4.0 + seed, lines=lines, summary=summary)
     write_run(tmp_path / "g", "attention=gated", loss=3.5, lines=[])
     comparison = compare(runs_in(tmp_path))
     standard, gated = (row.values for row in comparison.rows)

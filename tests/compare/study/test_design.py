@@ -90,9 +90,8 @@ def test_study_is_refused_if_rules_cannot_decide(tmp_path, error_of, rule, seeds
     ],
 )
 def test_check_study_runs_accepts_valid_study_design(tmp_path, rule, seeds, more):
-    check_study_runs(
-        study_of_seeds(tmp_path, **{"rule": rule, "seeds": seeds, **more}), tmp_path / "o", 1
-    )
+    study = study_of_seeds(tmp_path, **{"rule": rule, "seeds": seeds, **more})
+    check_study_runs(study, tmp_path / "o", 1)
 
 
 def test_started_study_can_resume_if_alpha_is_too_large(tmp_path, output_of, error_of):

@@ -124,10 +124,8 @@ def test_log_rank_rule_is_underpowered_if_arms_learn_equally_fast(tmp_path, toke
 
 
 def test_log_rank_p_value_does_not_depend_on_order_of_seeds(tmp_path):
-    arms = [
-        timed("v2", [200, 300, 400, 500, 600] * 2),
-        timed("half", [300, 500, 700, 900, None] * 2),
-    ]
+    v2, half = [200, 300, 400, 500, 600], [300, 500, 700, 900, None]
+    arms = [timed("v2", v2 * 2), timed("half", half * 2)]
     (tested,) = decided(tmp_path, SOONER, arms, **ACCURACY)
     for arm in arms:
         arm.runs.sort(key=lambda run: run.seed % 3)
@@ -231,11 +229,9 @@ def test_p_value_of_refutation_is_multiplied_by_number_of_rules_in_study(tmp_pat
     (alone,) = decided(tmp_path, LOWER, arms)
     assert alone.verdict == "refuted"
     assert 0.05 / 3 < alone.refuting.p < 0.05
-    others = [
-        LOWER.replace("half", "standard"),
-        LOWER.replace("v2, against: half", "half, against: standard"),
-    ]
-    tested, *_ = decided(tmp_path, [LOWER, *others], arms)
+    second = LOWER.replace("half", "standard")
+    third = LOWER.replace("v2, against: half", "half, against: standard")
+    tested, *_ = decided(tmp_path, [LOWER, second, third], arms)
     assert tested.adjusted["refuting"] == pytest.approx(3 * alone.refuting.p)
     assert tested.verdict == "underpowered"
 

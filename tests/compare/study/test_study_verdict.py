@@ -164,9 +164,8 @@ def test_verdict_is_not_comparable_if_config_changed_during_a_run(tmp_path):
     (tmp_path / "out/v2-seed0/changes.jsonl").write_text("", encoding="utf-8")
     verdict = judge(study, tmp_path / "out")
     assert verdict.verdict == "not comparable"
-    assert (
-        "v2-seed0 is not the run of the study: its config changed during the run" in verdict.reasons
-    )
+    reason = "v2-seed0 is not the run of the study: its config changed during the run"
+    assert reason in verdict.reasons
     assert "\n\nNot comparable; the runs alone give: held" in verdict_page(verdict).markdown()
 
 
@@ -256,10 +255,8 @@ def test_verdict_is_not_comparable_if_run_of_grid_differs_from_study(tmp_path, c
 
 def test_study_run_exits_1_if_arm_diverges_at_every_learning_rate(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "")  # run_study sets it for its runs
-    study, out = (
-        study_file(tmp_path / "study.yaml", LOWER, lr=RATES, **TWO_ARMS),
-        tmp_path / "an out",
-    )
+    study = study_file(tmp_path / "study.yaml", LOWER, lr=RATES, **TWO_ARMS)
+    out = tmp_path / "an out"
     write_rates(study, out, "v2", {0.001: NAN, 0.002: NAN, 0.004: NAN})
     write_rates(study, out, "half", {0.001: 5.0, 0.002: 4.9, 0.004: 5.0})
     assert {run.arm for run in next_runs(study, out)} == {"half"}, "the other arms still run"
@@ -496,11 +493,8 @@ def test_judge_function_composes_config_only_once_per_arm(tmp_path, monkeypatch)
         place = tmp_path / str(seeds)
         place.mkdir()
         study = study_file(place / "study.yaml", LOWER, **TWO_ARMS, seeds=str([*range(seeds)]))
-        write_arms(
-            study,
-            place / "out",
-            {arm: [4.4 + i / 1e3 for i in range(seeds)] for arm in ("half", "v2")},
-        )
+        losses = [4.4 + seed / 1e3 for seed in range(seeds)]
+        write_arms(study, place / "out", {"half": losses, "v2": losses})
         planned_runs.solved_config.cache_clear()
         calls = {"solved": 0, "parsed": 0, "opened": 0}
 

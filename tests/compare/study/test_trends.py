@@ -100,9 +100,8 @@ def test_trend_rule_is_underpowered_if_arms_have_unequal_divergence(tmp_path):
 
 @pytest.mark.parametrize("parameters", [(1e6, 1e6, 4e6), (1e6, 5e6, 4e6)])
 def test_trend_over_parameters_raises_error_if_model_sizes_are_invalid(tmp_path, parameters):
-    with pytest.raises(
-        ConfigError, match=r"different numbers of parameters \(.* must be in the largest pair"
-    ):
+    message = r"different numbers of parameters \(.* must be in the largest pair"
+    with pytest.raises(ConfigError, match=message):
         sized(tmp_path, (0.0, 0.0, 0.0), parameters)
 
 
@@ -240,10 +239,8 @@ def test_metric_by_position_is_read_from_evaluation_of_last_step(tmp_path):
                 assert said in str(caught.value)
                 assert f"diffllm evaluate run={run} 'tasks=[position]'" in str(caught.value)
             file = results_of(out / f"{name}-seed{seed}", 20) / "position.jsonl"
-            first = {
-                "key": {"documents": 200, "checkpoint": f"{name}{seed}"},
-                "unit": "nats a token",
-            }
+            key = {"documents": 200, "checkpoint": f"{name}{seed}"}
+            first = {"key": key, "unit": "nats a token"}
             store_result(file, {**first, "scores": scores}, lines)
     found = judge(study, out)
     assert found.verdict == "shown", found.reasons

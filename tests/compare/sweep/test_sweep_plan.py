@@ -265,10 +265,8 @@ def test_sweep_output_contains_loss_or_error_of_each_run(workplace, capsys):
     write_summary(Path("s/done"), heldout_loss=1.5)
     write_summary(Path("s/diverged"), heldout_loss=math.nan)
     write_summary(Path("s/stopped"), steps=10, stopped="9 updates in a row were skipped")
-    endings = {
-        "stopped": Ending("finished"),
-        "failed": Ending("failed", "exit status 1: OSError: no", 0.0),
-    }
+    failure = Ending("failed", "exit status 1: OSError: no", 0.0)
+    endings = {"stopped": Ending("finished"), "failed": failure}
     names = ("done", "diverged", "stopped", "failed")
     jobs = [planned_job(Path("s", name), number) for number, name in enumerate(names, 1)]
     assert print_outcomes(jobs[:3], endings, SweepDirectory(Path("s"))) == 0
