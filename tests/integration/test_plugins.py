@@ -222,9 +222,7 @@ def test_command_prints_one_error_line_if_plugin_import_fails(env, tmp_path, nam
 
 
 @pytest.mark.slow
-def test_resume_accepts_changed_plugin_keys_only_if_they_decide_speed(
-    plugin_run, cwd, env, plugin_words
-):
+def test_resume_accepts_changes_only_of_plugin_keys_of_speed(plugin_run, cwd, env, plugin_words):
     again = [*plugin_words, f"run.dir={shutil.copytree(plugin_run, cwd / 'again')}"]
     unfinish(cwd / "again", 6)
     for key in ("model.attention.temperature", "model.attention.initial", "data.documents"):

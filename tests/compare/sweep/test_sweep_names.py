@@ -13,6 +13,8 @@ from diffllm.core.errors import ConfigError
 from diffllm.core.files import read_json
 from diffllm.training.run_directory import RUN_NAME
 
+pytestmark = pytest.mark.usefixtures("workplace")
+
 
 def run_names_of(*words: str) -> list[str]:
     overrides, _ = split_overrides(["model=tiny", *words])

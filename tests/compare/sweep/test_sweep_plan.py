@@ -25,6 +25,7 @@ from diffllm.config import load_config
 from diffllm.config.matching import totals
 from diffllm.core.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("workplace")
 RECORD = Path("outputs/mine/sweep.json")
 
 
