@@ -26,11 +26,8 @@ def write_curves(study, out, documents=30, evaluations=20, left=0):
     rng = np.random.default_rng(0)
     tokens = rng.integers(50, 900, documents)
     texts = rng.integers(-(2**62), 2**62, documents)
-    facts = {
-        "corpus": "a1" * 32,
-        "environment": {"python": "3.12.1"},
-        "heldout_tokens": int(tokens.sum()),
-    }
+    facts = {"corpus": "a1" * 32, "environment": {"python": "3.12.1"}}
+    facts["heldout_tokens"] = int(tokens.sum())
     while len(runs := next_runs(study, out)) > left:
         if runs[0].stage == "deciding":
             runs = runs[: len(runs) - left]
