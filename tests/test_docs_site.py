@@ -2,12 +2,12 @@
 
 import os
 import re
-import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from runs.command import command, success_of
 from runs.json_files import read_json
 
 ROOT = Path(__file__).parents[1]
@@ -55,9 +55,8 @@ def style_addresses(text):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     out = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-c", "docs", ".", out]
-    built = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8")
-    assert built.returncode == 0, built.stderr
+    words = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-c", "docs", ".", out]
+    success_of(command(words, ROOT, os.environ))
     return out
 
 
@@ -77,9 +76,8 @@ def test_built_site_loads_no_resource_from_another_host(site):
     ],
 )
 def test_remote_resource_of_page_is_detected(tmp_path, page):
-    (tmp_path / "page.html").write_text(
-        f'<a href="https://example.org">link</a>{page}', encoding="utf-8"
-    )
+    link = '<a href="https://example.org">link</a>'
+    (tmp_path / "page.html").write_text(f"{link}{page}", encoding="utf-8")
     assert len(remote_resources(tmp_path)) == 1
 
 
@@ -106,15 +104,8 @@ def test_notebook_prints_its_committed_output_when_run_again(tmp_path):
     script = f"\nprint({separator!r})\n".join("".join(cell["source"]) for cell in cells)
     (tmp_path / "notebook.py").write_text(script, encoding="utf-8")
     environment = {**os.environ, "MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT)}
-    run = subprocess.run(
-        [sys.executable, "notebook.py"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        encoding="utf-8",
-    )
-    assert run.returncode == 0, run.stderr
-    printed = re.split(rf"^{separator}\n", run.stdout, flags=re.MULTILINE)
+    done = success_of(command([sys.executable, "notebook.py"], tmp_path, environment))
+    printed = re.split(rf"^{separator}\n", done.out, flags=re.MULTILINE)
     assert len(printed) == len(cells)
     compared = 0
     for cell, text in zip(cells, printed, strict=True):

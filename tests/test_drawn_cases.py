@@ -1,11 +1,11 @@
 """Equal seeds draw equal cases in every process, different seeds draw different cases."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from runs.command import command, success_of
 
 TESTS = Path(__file__).parent
 MODULE = """
@@ -39,20 +39,11 @@ def test_random_test_cases_depend_only_on_fuzz_seed(tmp_path):
     def drawn(seed: str, hash_seed: str, *plugins: str) -> str:
         record = tmp_path / f"record-{seed}-{hash_seed}"
         words = [word for name in ("conftest", *plugins) for word in ("-p", name)]
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", *words, "-m", "fuzz", "test_drawing.py"],
-            cwd=tmp_path,
-            env={
-                **os.environ,
-                "FUZZ_SEED": seed,
-                "PYTHONHASHSEED": hash_seed,
-                "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent), str(tmp_path)]),
-                "RECORD": str(record),
-            },
-            capture_output=True,
-            encoding="utf-8",
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        words = [sys.executable, "-m", "pytest", *words, "-m", "fuzz", "test_drawing.py"]
+        path = os.pathsep.join([str(TESTS), str(TESTS.parent), str(tmp_path)])
+        seeds = {"FUZZ_SEED": seed, "PYTHONHASHSEED": hash_seed}
+        variables = {**seeds, "PYTHONPATH": path, "RECORD": str(record)}
+        success_of(command(words, tmp_path, os.environ | variables))
         return record.read_text(encoding="utf-8")
 
     first = drawn("1", "1")

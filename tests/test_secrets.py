@@ -83,9 +83,7 @@ def output_without_secrets(words: list[str], cwd: Path, env: Mapping[str, str], 
 
 
 @pytest.mark.slow
-def test_training_with_unreachable_wandb_server_leaks_no_secret(
-    tmp_path, secret_environment, training_words
-):
+def test_unreachable_wandb_server_leaks_no_secret(tmp_path, secret_environment, training_words):
     """The message about the refused connection must not contain the key."""
     online = train_command([*training_words, "wandb.mode=online", "run.name=a"])
     assert "wandb cannot go online" in output_without_secrets(
@@ -94,9 +92,7 @@ def test_training_with_unreachable_wandb_server_leaks_no_secret(
 
 
 @pytest.mark.slow
-def test_training_with_unreachable_hub_dataset_leaks_no_secret(
-    tmp_path, secret_environment, training_words
-):
+def test_unreachable_hub_dataset_leaks_no_secret(tmp_path, secret_environment, training_words):
     hub = [word for word in training_words if not word.startswith("data")]
     hub = train_command([*hub, "data=hub", "data.dataset=nobody/nothing", "run.name=a"])
     output = output_without_secrets(hub, tmp_path, secret_environment, 2)

@@ -7,11 +7,12 @@ the line in metrics.jsonl. The bounds are measured values: lower them when the p
 import ast
 import itertools
 import json
-import subprocess
+import os
 import sys
 from pathlib import Path
 
 import pytest
+from runs.command import command, success_of
 
 import diffllm
 
@@ -82,9 +83,8 @@ diffllm.train(diffllm.load_config(sys.argv[1:]))
 def trained_by(script: str, directory: Path, *more: str) -> list[str]:
     """Run a script with the overrides of a small run on text; return the printed lines."""
     text = directory / "text.txt"
-    text.write_text(
-        "\n\n".join(f"Document {i}: " + "lorem ipsum " * 20 for i in range(400)), encoding="utf-8"
-    )
+    documents = [f"Document {i}: " + "lorem ipsum " * 20 for i in range(400)]
+    text.write_text("\n\n".join(documents), encoding="utf-8")
     words = [
         *("model=tiny", "attention=diff_v2", "model.vocab_size=512", "seq_len=64", "steps=6"),
         *("data=files", f"data.paths=[{text}]", f"data.cache_dir={directory / 'cache'}"),
@@ -94,10 +94,8 @@ def trained_by(script: str, directory: Path, *more: str) -> list[str]:
         f"run.dir={directory / 'run'}",
         *more,
     ]
-    done = subprocess.run(
-        [sys.executable, "-c", script, *words], capture_output=True, encoding="utf-8", check=True
-    )
-    return done.stdout.splitlines()
+    done = success_of(command([sys.executable, "-c", script, *words], PACKAGE.parent, os.environ))
+    return done.out.splitlines()
 
 
 def calls_of_a_step(directory: Path) -> list[tuple[str, str]]:

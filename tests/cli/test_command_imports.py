@@ -1,10 +1,11 @@
 """Heavy libraries that commands import, measured after a real command in a new process."""
 
-import subprocess
+import os
 import sys
 from pathlib import Path
 
 import pytest
+from runs.command import command, success_of
 from runs.one_rank import write_checkpoint
 from runs.written import study_file, write_arms
 
@@ -43,14 +44,12 @@ def study_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["report", "out"], {"torch", "scipy", "matplotlib"}),
     ],
 )
-def test_command_does_not_import_unneeded_heavy_libraries(
-    study_directory: Path, words: list[str], allowed: set[str]
-) -> None:
+def test_command_does_not_import_unneeded_heavy_libraries(study_directory, words, allowed):
     """Commands that read a config import torch, because the variant's file defines its class."""
     assert {*HEAVY} & output_and_modules(words, study_directory, 0)[1] <= allowed
 
 
-def test_help_of_commands_imports_no_heavy_libraries(tmp_path: Path) -> None:
+def test_help_of_commands_imports_no_heavy_libraries(tmp_path):
     """The help of `train` and `prepare` shows defaults of a composed config, which needs torch."""
     names = [name for name in COMMANDS if name not in ("train", "prepare")]
     script = f"""
@@ -62,20 +61,12 @@ for name in {names}:
         assert main([name, "--help"]) == 0
     print(name, *{{*{HEAVY}}} & {{*sys.modules}})
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=tmp_path,
-        capture_output=True,
-        encoding="utf-8",
-        check=True,
-    )
-    assert done.stdout.split() == names
-    assert done.stderr.count("diffllm") >= len(names)
+    done = success_of(command([sys.executable, "-c", script], tmp_path, os.environ))
+    assert done.out.split() == names
+    assert done.err.count("diffllm") >= len(names)
 
 
-def test_train_command_imports_no_heavy_library_at_start_except_torch(
-    study_directory: Path,
-) -> None:
+def test_train_command_imports_no_heavy_library_at_start_except_torch(study_directory):
     """The preparation fails after the first line, because all documents are equal."""
     (study_directory / "equal.txt").write_text("a b c\n" * 9, encoding="utf-8")
     words = ["model=tiny", "data.paths=equal.txt", "data.sample_by=line", "data.cache_dir=cache"]
@@ -88,7 +79,5 @@ def output_and_modules(words: list[str], place: Path, code: int) -> tuple[str, s
     """Run a command in a new process; return stdout and the names of the imported modules."""
     call = f"from diffllm.cli import main\nassert main({words}) == {code}"
     script = f"import sys\n{call}\nprint('\\n', *sys.modules, file=sys.stderr)"
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=place, capture_output=True, encoding="utf-8", check=True
-    )
-    return done.stdout, {*done.stderr.split()}
+    done = success_of(command([sys.executable, "-c", script], place, os.environ))
+    return done.out, {*done.err.split()}

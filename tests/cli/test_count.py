@@ -89,9 +89,7 @@ def test_parameter_count_matches_size_in_model_name_within_5_percent(size, param
     ("size", "billions"),
     [("830m", 0.834), ("1p4b", 1.413), ("2p8b", 2.773), ("6p8b", 6.853), ("13p1b", 13.096)],
 )
-def test_parameter_count_of_each_size_of_diff_v1_study_equals_12_dim_squared_per_layer(
-    size, billions
-):
+def test_parameters_of_each_size_of_diff_v1_study_are_12_dim_squared_per_layer(size, billions):
     """The paper's widths and layers give 12 dim^2 per layer and one embedding of 100,288 rows."""
     cfg = count_config(f"dense_{size}", "standard")
     equation = 12 * cfg.model.dim**2 * cfg.model.n_layers + 100_288 * cfg.model.dim
@@ -166,10 +164,8 @@ def test_flop_count_uses_visible_keys_from_config_if_documents_are_masked(varian
     del counts["by_group"]
     assert counts == expected_counts(cfg.model, variant, 4096, keys=2.5)
     whole = count(count_config("tiny", variant, *words[:2]))
-    assert (
-        whole["flops_per_token"]
-        == count(count_config("tiny", variant, words[0]))["flops_per_token"]
-    )
+    unmasked = count(count_config("tiny", variant, words[0]))
+    assert whole["flops_per_token"] == unmasked["flops_per_token"]
 
 
 @pytest.mark.parametrize(
@@ -228,9 +224,8 @@ def test_count_command_compares_other_variants_with_first_variant(output_of, sna
 
 def test_count_command_json_output_contains_counts_of_compared_variants(output_of):
     overrides = ["model=tiny", "model.match_params_to=gated"]
-    given = json.loads(
-        output_of("count", *overrides, "--compare", "standard,diff_v2", "--json", quiet=True)
-    )
+    words = ["count", *overrides, "--compare", "standard,diff_v2", "--json"]
+    given = json.loads(output_of(*words, quiet=True))
     assert list(given) == ["standard", "diff_v2"]
     for name, counts in given.items():
         assert counts == count(load_config([f"attention={name}", *overrides]))

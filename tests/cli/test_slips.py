@@ -1,12 +1,11 @@
 """Errors after common typing mistakes name the fix; similar legal input is accepted."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from runs.command import TRAIN
+from runs.command import TRAIN, command, refusal_of
 from runs.written import write_run
 
 from diffllm.config import load_config
@@ -108,23 +107,16 @@ def test_hint_returns_empty_text_if_error_is_not_a_typing_mistake(words, error):
 
 
 def test_valid_override_that_resembles_typing_mistake_is_accepted():
-    cfg = load_config(
-        ["data.paths=[a.txt, b.txt]", "data.sample_prompt='a, b'", "max_tokens=1_000_000"]
-    )
+    words = ["data.paths=[a.txt, b.txt]", "data.sample_prompt='a, b'", "max_tokens=1_000_000"]
+    cfg = load_config(words)
     assert cfg.data.paths == ["a.txt", "b.txt"]
     assert (cfg.data.sample_prompt, cfg.max_tokens) == ("a, b", 1e6)
 
 
 def test_train_command_prints_single_error_line_if_packages_are_missing(tmp_path):
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run(
-        [sys.executable, "-S", TRAIN],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        encoding="utf-8",
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    (line,) = done.stderr.splitlines()
+    done = command([sys.executable, "-S", str(TRAIN)], tmp_path, environment)
+    line = refusal_of(done)
+    assert done.out == ""
     assert line.startswith(f"error: {sys.executable} has no module ")
     assert "activate the environment: source .venv/bin/activate" in line

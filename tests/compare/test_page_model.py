@@ -55,10 +55,7 @@ def page_of(text: str) -> Page:
     table = Table.of(["arm", "value"], [[text, Cell(text, small=(text,), tag=text)]])
     return Page(
         title=text,
-        header=[
-            Paragraph(text, label="Source"),
-            Items([text, Item(text, ICON, text)]),
-        ],
+        header=[Paragraph(text, label="Source"), Items([text, Item(text, ICON, text)])],
         sections=[
             Section(
                 text,

@@ -91,11 +91,7 @@ def test_unknown_arm_of_profile_raises_error_with_choices(profile):
         ("timed_steps", 0, "timed_steps=0 must be at least 1"),
         ("date", None, "date=None must be text"),
         ("arms.standard.block_seconds", [[0.1], [0.2]], "must have the same number of rounds"),
-        (
-            "arms.standard.block_seconds",
-            [[0.1], [-1.0], [0.2]],
-            "must be at least 1e-06 in each",
-        ),
+        ("arms.standard.block_seconds", [[0.1], [-1.0], [0.2]], "must be at least 1e-06 in each"),
         ("arms.standard.block_seconds", [[0.1], [], [0.2]], "must be at least 1e-06 in each"),
         ("arms.standard.block_seconds", [[0.1], [1e-300], [1]], "must be at least 1e-06 in each"),
         ("arms.standard.block_seconds", [["fast"]], "block_seconds[0][0]='fast' must be a number"),
@@ -126,9 +122,7 @@ def test_damaged_profile_raises_one_error(profile, tmp_path, key, value, message
 def test_arms_of_profile_may_differ_in_compilation_that_their_settings_choose(profile, tmp_path):
     arm = profile.arms["diff_v2"]
     compiled = replace(
-        arm,
-        settings={**arm.settings, "compile": "true"},
-        facts=replace(arm.facts, compiled=True),
+        arm, settings={**arm.settings, "compile": "true"}, facts=replace(arm.facts, compiled=True)
     )
     arms = replace(profile, arms={**profile.arms, "diff_v2": compiled})
     assert read_written(arms.content(), tmp_path / "timing.json") == arms
@@ -192,10 +186,8 @@ def test_turn_is_compiled_if_the_arm_is_compiled(monkeypatch, length):
     assert turn.steps == TURNS.warmup_steps + TURNS.timed_steps
     assert turn.run == load_config([*TINY, "run.report=false"]).run
     assert (turn.diagnostics.interval, turn.eval.suites) == (0, [])
-    assert time_settings(turn) == {
-        **time_settings(load_config(words)),
-        "compile": json.dumps(turn.compile),
-    }
+    settings = time_settings(load_config(words))
+    assert time_settings(turn) == {**settings, "compile": json.dumps(turn.compile)}
 
 
 def turn_run(path: Path, steps: int, summary: dict[str, Any]) -> Job:

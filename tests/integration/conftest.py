@@ -6,14 +6,7 @@ from pathlib import Path
 
 import disks
 import pytest
-from runs.command import (
-    clean_environment,
-    documents,
-    prepared_corpus,
-    train,
-    unfinish,
-    write_texts,
-)
+from runs.command import clean_environment, documents, prepared_corpus, train, unfinish, write_texts
 from wandb_server import WandbServer
 
 
@@ -49,24 +42,11 @@ def code_corpus(shared_directory: Path) -> Path:
 def tiny(code_corpus: Path) -> list[str]:
     """Return overrides of a fast run."""
     return [
-        "model=tiny",
-        "model.vocab_size=512",
-        "data=files",
-        f"data.paths=[{code_corpus}]",
-        "data.num_workers=0",
-        "data.heldout_fraction=0.1",
-        "seq_len=32",
-        "global_batch_size=4",
-        "steps=4",
-        "optim.warmup_steps=1",
-        "log_interval=2",
-        "diagnostics.interval=2",
-        "eval.interval=2",
-        "eval.sequences=4",
-        "eval.tokens=200",
-        "checkpoint.interval=2",
-        "wandb.mode=disabled",
-        "run.report=false",
+        *("model=tiny", "model.vocab_size=512", "data=files", f"data.paths=[{code_corpus}]"),
+        *("data.num_workers=0", "data.heldout_fraction=0.1", "seq_len=32", "global_batch_size=4"),
+        *("steps=4", "optim.warmup_steps=1", "log_interval=2", "diagnostics.interval=2"),
+        *("eval.interval=2", "eval.sequences=4", "eval.tokens=200", "checkpoint.interval=2"),
+        *("wandb.mode=disabled", "run.report=false"),
     ]
 
 

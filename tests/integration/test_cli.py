@@ -15,6 +15,7 @@ from runs.command import (
     metrics,
     run_train,
     snapshot,
+    success_of,
     the_error,
     tool,
     train,
@@ -43,9 +44,7 @@ def assert_run_complete(run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_train_command_changes_no_file_of_finished_run(
-    shared_directory, finished_run, tiny, environment
-):
+def test_train_changes_no_file_of_finished_run(shared_directory, finished_run, tiny, environment):
     assert_run_complete(finished_run)
     before = snapshot(shared_directory)
     words = [*tiny, "attention=standard", "run.name=finished"]
@@ -82,8 +81,7 @@ def test_run_log_contains_output_of_every_launch_except_refused_launches(
 
 @pytest.mark.slow
 def test_run_without_name_gets_new_directory(tmp_path, tiny, environment, finished_run):
-    result = command(train_command([*tiny, "attention=gated"]), tmp_path, environment)
-    assert result.code == 0, result.err
+    result = success_of(command(train_command([*tiny, "attention=gated"]), tmp_path, environment))
     assert not CONTROL.search(result.out + result.err)
     assert result.err == "", "stderr must be empty with a prepared corpus"
     (run,) = (tmp_path / "outputs").iterdir()
@@ -99,9 +97,7 @@ def test_run_without_name_gets_new_directory(tmp_path, tiny, environment, finish
         assert re.search(line, result.out, re.M), result.out
     summary = read_json(run / "summary.json")
     assert re.search(rf"^held-out loss +{summary['heldout_loss']:.3f},", result.out, re.M)
-    assert list(tmp_path.iterdir()) == [tmp_path / "outputs"], (
-        "a file was written outside of outputs/"
-    )
+    assert list(tmp_path.iterdir()) == [tmp_path / "outputs"], "a file is outside of outputs/"
 
 
 @pytest.mark.slow
@@ -152,8 +148,7 @@ def test_output_of_generate_command_starts_with_unchanged_prompt(finished_run, c
 
 def test_repeated_prepare_command_reuses_tokens(tmp_path, tiny, environment):
     words = [*tiny, f"data.cache_dir={tmp_path / 'own cache'}"]
-    first = tool(["prepare", *words], tmp_path, environment)
-    assert first.code == 0, first.err
+    first = success_of(tool(["prepare", *words], tmp_path, environment))
     directory = Path(first.out.splitlines()[0])
     assert directory.parent == tmp_path / "own cache" / "tokens"
     assert re.search(r"^train +[\d,]+ documents, [\d,]+ tokens", first.out, re.M), first.out

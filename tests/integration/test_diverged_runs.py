@@ -7,14 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from runs.command import (
-    Result,
-    checkpoint_tensors,
-    finish,
-    start,
-    tool,
-    train,
-)
+from runs.command import Result, checkpoint_tensors, finish, start, success_of, tool, train
 from runs.json_files import read_json, read_jsonl, strict_json
 from tiers import slow_but
 
@@ -62,12 +55,10 @@ def test_summary_marks_run_as_diverged_if_heldout_loss_is_not_finite(corpus, sha
 @pytest.mark.slow
 def test_sweep_and_report_commands_print_name_of_diverged_run(tmp_path, environment, tiny):
     words = ["-m", *tiny, "optim.lr=1e-3,100", *DIVERGES[1:], "run.sweep=rates", "steps=6"]
-    swept = train(words, tmp_path, environment)
-    assert swept.code == 0, swept
+    swept = success_of(train(words, tmp_path, environment))
     assert runs_with_text(swept, "diverged: no finite held-out loss") == ["outputs/rates/lr100.0"]
     assert runs_with_text(swept, "  held-out loss ") == ["outputs/rates/lr0.001"]
-    reported = tool(["report", "outputs/rates", "out=page"], tmp_path, environment)
-    assert reported.code == 0, reported
+    reported = success_of(tool(["report", "outputs/rates", "out=page"], tmp_path, environment))
     assert "1 of 1 seeds diverged" in reported.out
     assert "outputs/rates/lr100.0 diverged: its held-out loss is not finite" in reported.out
 
@@ -153,12 +144,10 @@ def test_training_stops_after_too_many_consecutive_skipped_updates(corpus, tmp_p
 def test_sweep_counts_diverged_run_as_finished(tmp_path, environment, tiny):
     swept = ["-m", *tiny, "optim.lr=1e-3,1e20", "optim.warmup_steps=0", "run.sweep=rates"]
     swept += ["steps=12", "log_interval=5", "train.max_consecutive_skips=3"]
-    ended = train(swept, tmp_path, environment)
-    assert ended.code == 0, ended
+    ended = success_of(train(swept, tmp_path, environment))
     assert "lr1e+20  diverged, stopped after step 5: 4 updates in a row were skipped" in ended.out
     assert "did not finish" not in ended.out
-    again = train(swept, tmp_path, environment)
-    assert again.code == 0, again
+    again = success_of(train(swept, tmp_path, environment))
     assert "lr1e+20  diverged, stopped after step 5: 4 updates in a row were skipped" in again.out
     assert "run 2 of 2" not in again.out
 

@@ -43,20 +43,17 @@ def assert_resume_requires_allow_changes(corpus: Path, run: Path, *changed: str)
 
 
 @pytest.mark.fast_cases(1)
-def test_resume_with_edited_corpus_requires_allow_changes(
-    corpus_and_run: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_resume_with_edited_corpus_requires_allow_changes(corpus_and_run, tmp_path):
     corpus, run = corpus_and_run
     lines = corpus.read_text(encoding="utf-8").splitlines(keepends=True)
-    corpus.write_text(
-        "".join([*lines[:9], lines[9].replace("the end", "no end"), *lines[10:]]), encoding="utf-8"
-    )
+    lines[9] = lines[9].replace("the end", "no end")
+    corpus.write_text("".join(lines), encoding="utf-8")
     shutil.rmtree(tmp_path / "cache")
     assert_resume_requires_allow_changes(corpus, run, "corpus", "tokenizer")
 
 
 @pytest.mark.slow
-def test_run_of_version_that_read_all_kinds_needs_cached_tokens(tmp_path: Path) -> None:
+def test_run_of_version_that_read_all_kinds_needs_cached_tokens(tmp_path):
     docs, run = tmp_path / "docs", tmp_path / "run"
     docs.mkdir()
     rows, note = write_corpus(docs), docs / "note.md"
@@ -78,9 +75,8 @@ def test_run_of_version_that_read_all_kinds_needs_cached_tokens(tmp_path: Path) 
     longer = [f"steps={STEPS + 2}", more]
     with pytest.raises(DataError, match=f"{rule}, and data.cache_dir"):
         own_data(run, load_run_config(run))
-    assert "no longer contains the tokens of this run" in the_error(
-        start(docs, run, *longer).finish(2)
-    )
+    error = the_error(start(docs, run, *longer).finish(2))
+    assert "no longer contains the tokens of this run" in error
     prepare(load_config(overrides_of(docs, run, f"data.paths=[{rows},{note}]")).data)
     own_data(run, load_run_config(run))
     note.write_text("another note", encoding="utf-8")
@@ -92,9 +88,7 @@ def test_run_of_version_that_read_all_kinds_needs_cached_tokens(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_resume_requires_allow_changes_if_prepared_tokens_were_changed(
-    corpus_and_run: tuple[Path, Path],
-) -> None:
+def test_resume_requires_allow_changes_if_prepared_tokens_were_changed(corpus_and_run):
     """Another version of the tokenizer library could give different tokens for equal text."""
     corpus, run = corpus_and_run
     data = prepare(load_config(overrides_of(corpus, run)).data)

@@ -14,12 +14,15 @@ from runs.command import (
     overrides_of,
     refusal_of,
     start,
+    success_of,
     the_error,
     tool,
     trained_on,
     write_texts,
 )
+from runs.json_files import read_jsonl
 from runs.planted_train import Fault
+from runs.written import edit_text
 
 from diffllm import load_config
 from diffllm.config.saved import load_run_config
@@ -78,8 +81,7 @@ def test_planted_spikes_at_unlogged_steps_are_events_once_after_kill_and_resume(
 
 
 def texts_of(corpus: Path) -> list[str]:
-    lines = corpus.read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["text"] for line in lines]
+    return [line["text"] for line in read_jsonl(corpus)]
 
 
 def text_by_hash(corpus: Path) -> dict[str, str]:
@@ -118,12 +120,9 @@ def test_text_of_each_event_is_text_of_the_trained_samples(corpus, spiky, listed
                 assert any(part in document for document in documents), part
 
 
-def test_printed_text_is_cut_unless_full_text_is_chosen(
-    spiky, environment, listed_events, tmp_path
-):
+def test_printed_text_is_cut_without_show_full(spiky, environment, listed_events, tmp_path):
     words = ["events", f"run={spiky}", "step=27", "kind=loss_spike"]
-    done = tool([*words, "show=full"], tmp_path, environment)
-    assert done.code == 0, done
+    done = success_of(tool([*words, "show=full"], tmp_path, environment))
     (text, *_) = (event["text"] for event in listed_events if event["step"] == 27)
     for sample in text:
         assert f"corpus, sequence {sample['sequence']} ---" in done.out
@@ -136,8 +135,7 @@ def test_printed_text_is_cut_unless_full_text_is_chosen(
 
 def test_text_of_moved_data_is_refused_in_one_line(corpus, spiky, environment, tmp_path):
     run, moved = shutil.copytree(spiky, tmp_path / "run"), tmp_path / "corpus.jsonl"
-    config = (run / "config.yaml").read_text(encoding="utf-8")
-    (run / "config.yaml").write_text(config.replace(str(corpus), str(moved)), encoding="utf-8")
+    edit_text(run / "config.yaml", str(corpus), str(moved))
     words = ["events", f"run={run}"]
     said = refusal_of(tool([*words, "show=text"], tmp_path, environment))
     assert f"{moved} matches no file or directory; move or link the data to the path in" in said
@@ -179,9 +177,7 @@ def test_wrong_argument_of_events_is_refused(spiky, environment, tmp_path, words
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "ranks"), [("packed", 2), ("mixture", 1), ("stage", 1)])
-def test_text_of_each_skipped_update_is_text_of_the_trained_samples(
-    corpus, environment, tmp_path, kind, ranks
-):
+def test_text_of_skipped_update_is_text_of_its_samples(corpus, environment, tmp_path, kind, ranks):
     run, other = tmp_path / "run", tmp_path / "other.jsonl"
     texts = {"corpus": texts_of(corpus), "other": [f"Other {i} and {i + 1}.\n" for i in range(400)]}
     write_texts(other, texts["other"])
@@ -195,8 +191,7 @@ def test_text_of_each_skipped_update_is_text_of_the_trained_samples(
         start(corpus, tmp_path / "first", "steps=1", "optim.warmup_steps=0").finish()
         words.append(f"resume=stage:{tmp_path / 'first'}")
     start(corpus, run, *words, ranks=ranks).finish()
-    done = tool(["events", f"run={run}", "show=text", "--json"], tmp_path, environment)
-    assert done.code == 0, done
+    done = success_of(tool(["events", f"run={run}", "show=text", "--json"], tmp_path, environment))
     events = [event for event in json.loads(done.out) if event["kind"] == "skipped"]
     assert [event["step"] for event in events] == [2, 3, 4, 5, 6]
     data, trained = own_data(run, load_run_config(run)), trained_on(run)

@@ -20,9 +20,7 @@ CONTENT = "a file outside of the run, which must not change\n"
 
 
 @pytest.mark.parametrize("name", slow_but(FEW, WRITTEN))
-def test_training_never_writes_through_link_in_run_directory(
-    killed_run, tiny, tmp_path, environment, name
-):
+def test_training_never_writes_through_link_in_run(killed_run, tiny, tmp_path, environment, name):
     run = killed_run
     outside, file = tmp_path / "outside", run / name.format(pid=os.getpid())
     outside.write_text(CONTENT, encoding="utf-8")
@@ -44,9 +42,7 @@ def test_training_never_writes_through_link_in_run_directory(
 
 @pytest.mark.parametrize("name", slow_but(["config.yaml"], ["tokenizer.model", "config.yaml"]))
 @pytest.mark.parametrize("command", ["consolidate", "generate", "attention-map", "report"])
-def test_commands_never_read_through_link_in_run_directory(
-    finished_run, tmp_path, environment, name, command
-):
+def test_commands_read_no_link_in_run_directory(finished_run, tmp_path, environment, name, command):
     run, outside = shutil.copytree(finished_run, tmp_path / "run"), tmp_path / "outside"
     shutil.move(run / name, outside)
     (run / name).symlink_to(outside)

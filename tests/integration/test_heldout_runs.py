@@ -1,7 +1,6 @@
 """Runs end with the loss of every held-out document, also after an interruption."""
 
 import hashlib
-import json
 import math
 import signal
 from pathlib import Path
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from runs.command import ForkedRun, Gate, finish, metric_lines, overrides_of
-from runs.json_files import read_json
+from runs.json_files import read_json, read_jsonl
 
 from diffllm.config import load_config
 from diffllm.config.saved import load_run_config
@@ -55,10 +54,7 @@ def test_finished_run_has_loss_of_every_heldout_document(corpus, heldout_run):
     assert summary["heldout_bits_per_byte"] == pytest.approx(total / split.bytes / math.log(2))
     facts = read_json(heldout_run / "run.json")
     assert facts["heldout_tokens"] == facts["heldout_split_tokens"] == split.tokens
-    texts = [
-        json.loads(line)["text"].encode()
-        for line in corpus.read_text(encoding="utf-8").splitlines()
-    ]
+    texts = [line["text"].encode() for line in read_jsonl(corpus)]
     sizes = {int.from_bytes(hashlib.sha256(t).digest()[:8], signed=True): len(t) for t in texts}
     assert losses.bytes.tolist() == [sizes[text] for text in losses.texts.tolist()]
     assert metric_lines(heldout_run)[-1]["eval/loss"] != summary["heldout_loss"], (
@@ -105,17 +101,12 @@ def test_resume_repeats_killed_heldout_evaluation(corpus, heldout_run, tmp_path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "number"), [(1, signal.SIGTERM), (2, signal.SIGUSR1)])
-def test_signal_during_heldout_evaluation_stops_all_ranks(
-    corpus, heldout_run, tmp_path, ranks, number
-):
+def test_signal_in_heldout_evaluation_stops_all_ranks(corpus, heldout_run, tmp_path, ranks, number):
     run = tmp_path / "run"
     first = ForkedRun(overrides_of(corpus, run, *WORDS), ranks, tmp_path)
     said = first.stop_at(Gate(run, "heldout"), number, ranks - 1)
     assert f"stopped by {number.name} after step {STEPS}, saved; the same command resumes" in said
-    assert read_json(run / "requeue") == {
-        "signal": number.name,
-        "step": STEPS,
-    }
+    assert read_json(run / "requeue") == {"signal": number.name, "step": STEPS}
     assert not (run / "summary.json").exists()
     again = finish(corpus, run, *WORDS, ranks=ranks)
     assert f"resumes from step {STEPS}" in again

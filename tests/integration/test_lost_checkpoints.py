@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from runs.command import ForkedRun, metrics, reached, refusal_of, train
+from runs.command import ForkedRun, metrics, reached, refusal_of, success_of, train
 
 
 def unmounted(checkpoints: Path) -> None:
@@ -51,9 +51,7 @@ def test_train_refuses_run_that_lost_its_checkpoints(killed_run, tiny, tmp_path,
 
 
 @pytest.mark.parametrize("linked", [False, True])
-def test_resume_uses_checkpoints_moved_to_another_disk(
-    killed_run, tiny, tmp_path, environment, linked
-):
+def test_resume_uses_checkpoints_on_another_disk(killed_run, tiny, tmp_path, environment, linked):
     """The second disk is the target of a link, or the value of resume=."""
     words, disk = [*tiny, "attention=standard", f"run.dir={killed_run}"], tmp_path / "disk"
     shutil.move(killed_run / "checkpoints", disk)
@@ -61,15 +59,12 @@ def test_resume_uses_checkpoints_moved_to_another_disk(
         (killed_run / "checkpoints").symlink_to(disk)
     else:
         words.append(f"resume={disk}")
-    result = train(words, tmp_path, environment)
-    assert result.code == 0, result.err
+    success_of(train(words, tmp_path, environment))
     assert [line["step"] for line in metrics(killed_run)] == [1, 2, 4]
     assert (disk / "step-00000004").is_dir() == linked
 
 
-def test_run_killed_before_first_checkpoint_restarts_from_step_0(
-    tiny, tmp_path, environment, monkeypatch
-):
+def test_run_killed_before_first_checkpoint_starts_again(tiny, tmp_path, environment, monkeypatch):
     monkeypatch.setenv("DIFFLLM_CACHE", environment["DIFFLLM_CACHE"])
     run = tmp_path / "run"
     words = [*tiny, "attention=standard", f"run.dir={run}", "log_interval=1"]

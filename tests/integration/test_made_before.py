@@ -95,9 +95,7 @@ def sampled(files: list[Path]) -> dict[int, tuple[list[str], float]]:
         pytest.param("run", 6, [], 2, marks=pytest.mark.slow),
     ],
 )
-def test_resumed_run_of_older_version_matches_uninterrupted_run(
-    moved_files: Path, name: str, stopped: int, words: list[str], ranks: int
-) -> None:
+def test_resumed_older_run_matches_uninterrupted_run(moved_files, name, stopped, words, ranks):
     run = moved_files / "outputs" / name
     logged, cache = (run / "metrics.jsonl").read_text(encoding="utf-8"), cached(moved_files)
     output = ForkedRun([*command_words(run), *words], ranks, moved_files).finish()
@@ -110,10 +108,7 @@ def test_resumed_run_of_older_version_matches_uninterrupted_run(
     for step, (samples, loss) in resumed.items():
         assert samples == whole[step][0], step
         assert loss == pytest.approx(whole[step][1], abs=2e-5), step
-    summary, undisturbed = (
-        read_json(run / "summary.json"),
-        expected_content(f"{name}.json"),
-    )
+    summary, undisturbed = (read_json(run / "summary.json"), expected_content(f"{name}.json"))
     for key in ("steps", "tokens", "train_loss", "heldout_loss", "heldout_tokens"):
         assert summary[key] == pytest.approx(undisturbed[key], abs=2e-5), key
     assert (run / "metrics.jsonl").read_text(encoding="utf-8").startswith(logged)
@@ -121,7 +116,7 @@ def test_resumed_run_of_older_version_matches_uninterrupted_run(
     assert not (run / "changes.jsonl").exists()
 
 
-def test_checkpoints_command_accepts_checkpoints_of_older_version(run_command: Any) -> None:
+def test_checkpoints_command_accepts_checkpoints_of_older_version(run_command):
     found = {
         name: [
             (each["step"], each["state"], each["ranks"])
@@ -136,13 +131,13 @@ def test_checkpoints_command_accepts_checkpoints_of_older_version(run_command: A
     }
 
 
-def test_consolidated_weights_of_older_run_match_stored_export(run_command: Any) -> None:
+def test_consolidated_weights_of_older_run_match_stored_export(run_command):
     run_command("consolidate", "run=outputs/run", "out=whole")
     assert sorted_parameters("whole") == sorted_parameters("exported")
 
 
 @pytest.mark.slow
-def test_export_and_import_of_older_run_match_stored_results(run_command: Any) -> None:
+def test_export_and_import_of_older_run_match_stored_results(run_command):
     run_command("export", "run=outputs/run", "out=again")
     assert sorted_parameters("again") == sorted_parameters("exported")
     before, after = (read_json(Path(p, "config.json")) for p in ("exported", "again"))
@@ -158,9 +153,7 @@ def sorted_parameters(directory: str) -> list[tuple[list[int], bytes]]:
     return sorted((list(tensor.shape), tensor.numpy().tobytes()) for tensor in tensors)
 
 
-def test_output_of_generate_and_outliers_commands_matches_older_version(
-    moved_files: Path, run_command: Any
-) -> None:
+def test_output_of_generate_and_outliers_commands_matches_older_version(moved_files, run_command):
     text = (EXPECTED / "generated.txt").read_text(encoding="utf-8")
     assert run_command("generate", "run=outputs/run", *GREEDY) == text
     assert approximately(expected_content("outliers.json")) == json.loads(
@@ -170,9 +163,7 @@ def test_output_of_generate_and_outliers_commands_matches_older_version(
     assert (moved_files / "map.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_evaluation_scores_of_older_run_match_stored_scores(
-    moved_files: Path, run_command: Any
-) -> None:
+def test_evaluation_scores_of_older_run_match_stored_scores(moved_files, run_command):
     run = moved_files / "outputs" / "sweep" / "diff_v2-seed0"
     before = scores(run)
     shown = json.loads(
@@ -194,9 +185,7 @@ def scores(run: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_repeated_sweep_of_older_version_changes_no_run(
-    moved_files: Path, run_command: Any
-) -> None:
+def test_repeated_sweep_of_older_version_changes_no_run(moved_files, run_command):
     sweep = moved_files / "outputs" / "sweep"
     own = ("attention=", "seed=", "run.sweep=", "run.swept=", "run.name=")
     words = [word for word in command_words(sweep / "standard-seed0") if not word.startswith(own)]
@@ -229,7 +218,7 @@ def number(text: str) -> float | str:
     return text
 
 
-def test_finished_study_of_older_version_keeps_verdict(moved_files: Path, run_command: Any) -> None:
+def test_finished_study_of_older_version_keeps_verdict(moved_files, run_command):
     runs = [file.parent for file in (moved_files / "outputs" / "study").rglob("config.yaml")]
     assert len(runs) == 10
     seen = snapshot(*runs)
@@ -249,9 +238,7 @@ def test_finished_study_of_older_version_keeps_verdict(moved_files: Path, run_co
     assert found["rules"][0]["gap"] == approximately(before["rules"][0]["gap"])
 
 
-def test_prepare_reuses_tokens_and_packing_plans_of_older_version(
-    moved_files: Path, run_command: Any
-) -> None:
+def test_prepare_reuses_tokens_and_packing_plans_of_older_version(moved_files, run_command):
     cache = cached(moved_files)
     assert len(cache) == 9
     for name in ("run", "ranks"):
@@ -261,15 +248,13 @@ def test_prepare_reuses_tokens_and_packing_plans_of_older_version(
 
 
 @pytest.mark.slow
-def test_run_of_older_version_is_accepted_as_weights_source(moved_files: Path) -> None:
+def test_run_of_older_version_is_accepted_as_weights_source(moved_files):
     new = ["run.dir=outputs/new", "resume=weights:outputs/run"]
     ForkedRun([*command_words(moved_files / "outputs" / "run")[:-1], *new], 1, moved_files).finish()
 
 
 @pytest.mark.slow
-def test_report_and_power_commands_accept_runs_of_older_version(
-    moved_files: Path, run_command: Any
-) -> None:
+def test_report_and_power_commands_accept_runs_of_older_version(moved_files, run_command):
     run_command(
         "report", "outputs/run", "outputs/ranks", "outputs/sweep", "outputs/study", "out=all"
     )

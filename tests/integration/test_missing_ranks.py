@@ -62,9 +62,7 @@ def error_of_ranks(run: ForkedRun, *but: int, code: int = 1) -> str:
         ),
     ],
 )
-def test_error_message_identifies_missing_rank_and_waiting_ranks(
-    corpus, tmp_path, kind, rank, said
-):
+def test_error_message_names_missing_rank_and_waiting_ranks(corpus, tmp_path, kind, rank, said):
     run_directory = tmp_path / "run"
     with ranks(corpus, run_directory, Fault(kind, rank, 8), number=3) as run:
         error = error_of_ranks(run, *([rank] if kind in ("die", "freeze") else []))
@@ -157,16 +155,12 @@ def test_rank_that_ends_after_rank_0_causes_no_error(corpus, tmp_path):
     [
         ("seed", "the ranks differ in their config: seed is 1 on rank 2, 0 on ranks 0, 1"),
         pytest.param(
-            "code",
-            "the ranks differ in their code: diffllm is another on rank 2, ",
-            marks=SLOW,
+            "code", "the ranks differ in their code: diffllm is another on rank 2, ", marks=SLOW
         ),
         ("corpus", "the ranks differ in their corpus: tokens is others on rank 2, "),
     ],
 )
-def test_training_is_refused_if_ranks_differ_in_config_or_code_or_corpus(
-    corpus, tmp_path, kind, said
-):
+def test_training_is_refused_if_ranks_differ_in_config_code_or_corpus(corpus, tmp_path, kind, said):
     with ranks(corpus, tmp_path / "run", Fault(kind, 2), number=3) as run:
         error = error_of_ranks(run, code=2)
     assert said in error

@@ -15,6 +15,7 @@ from runs.command import (
     metrics,
     overrides_of,
     refusal_of,
+    success_of,
     tool_command,
     train_command,
     with_faults,
@@ -67,22 +68,18 @@ def test_sweep_finishes_valid_run_if_stdout_or_stderr_fails(tmp_path, environmen
     assert ended.code == 1, ended
     sweep = tmp_path / "outputs" / "both"
     assert read_json(sweep / "seq_len32" / "summary.json")["steps"] == 2
-    assert "\nerror: the train split has " in (sweep / "seq_len99999.log").read_text(
-        encoding="utf-8"
-    )
+    log = (sweep / "seq_len99999.log").read_text(encoding="utf-8")
+    assert "\nerror: the train split has " in log
 
 
 @pytest.mark.parametrize("fault", slow_but(["full"], ["full", "ascii"]))
-def test_prepare_command_succeeds_if_stdout_or_stderr_fails(
-    tmp_path, environment, code_corpus, fault
-):
+def test_prepare_succeeds_if_stdout_or_stderr_fails(tmp_path, environment, code_corpus, fault):
     words = [
         *("prepare", "data=files", f"data.paths=[{code_corpus}]", "data.vocab_size=400"),
         *("model=tiny", "model.vocab_size=512", f"data.cache_dir='{tmp_path / NAME}'"),
         *("prepare.processes=2", "data.packing=best_fit"),
     ]
-    ended = forked_call(with_faults("tool", fault, fault), words, tmp_path, environment)
-    assert ended.code == 0, ended
+    success_of(forked_call(with_faults("tool", fault, fault), words, tmp_path, environment))
     assert list((tmp_path / NAME / "tokens").glob("*/manifest.json"))
 
 
@@ -127,9 +124,7 @@ CASES = [
     ("name", "fault"),
     slow_but([("count", "full"), ("train --help", "closed"), ("count", "no reader")], CASES),
 )
-def test_command_fails_if_result_cannot_be_written_to_stdout(
-    name, fault, finished_run, tmp_path, environment
-):
+def test_command_fails_if_write_to_stdout_fails(name, fault, finished_run, tmp_path, environment):
     """A reader that exits early is no error; any other fault prints one error line."""
     words = [word.format(run=finished_run, out=tmp_path / "out") for word in RESULTS[name]]
     ended = forked_call(with_faults("tool", fault, ""), words, tmp_path, environment)
@@ -148,9 +143,7 @@ def test_command_fails_if_result_cannot_be_written_to_stdout(
         pytest.param(lambda tiny: tool_command(["--help"]), 2),
     ],
 )
-def test_command_keeps_exit_code_if_stdout_cannot_be_flushed(
-    tmp_path, environment, tiny, words, code
-):
+def test_command_keeps_exit_code_if_flush_of_stdout_fails(tmp_path, environment, tiny, words, code):
     with open("/dev/full", "w", encoding="utf-8") as full:
         done = subprocess.run(
             words(tiny), cwd=tmp_path, env=environment, stdout=full, stderr=full, timeout=PATIENCE_S

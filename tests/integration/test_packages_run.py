@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from runs.command import documents, forked_call
+from runs.command import documents, forked_call, success_of
 from runs.json_files import read_json
 
 import diffllm
@@ -25,8 +25,7 @@ def run_on_another_package(words: list[str]) -> int:
 def test_train_prints_note_if_corpus_is_not_reference_corpus(tmp_path, tiny, environment):
     own = [w for w in tiny if not w.startswith(("data=", "data.paths", "data.heldout"))]
     words = [*own, "data=packages", "data.heldout_fraction=0.2", "steps=1"]
-    done = forked_call(run_on_another_package, words, tmp_path, environment)
-    assert done.code == 0, done
+    done = success_of(forked_call(run_on_another_package, words, tmp_path, environment))
     note = "not the reference corpus: small missing (reference 2.0)"
     assert f"\ncorpus: {note}\n" in done.out
     assert read_json(tmp_path / "run/run.json")["corpus_note"] == note

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs.command import ROOT, command, documents, write_texts
+from runs.command import ROOT, command, documents, success_of, write_texts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
@@ -73,5 +73,4 @@ def test_commands_in_documentation_page_succeed(page, tmp_path, environment):
         "PYTHONPATH": str(ROOT),
         "WANDB_MODE": "disabled",
     }
-    done = command(["bash", "-c", script], cwd, env, timeout=580)
-    assert done.code == 0, done.out[-3000:] + done.err
+    success_of(command(["bash", "-c", script], cwd, env, timeout=580))

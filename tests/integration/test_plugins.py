@@ -17,6 +17,7 @@ from runs.command import (
     metric_lines,
     metrics,
     refusal_of,
+    success_of,
     tool,
     train,
     train_command,
@@ -36,10 +37,15 @@ def plugin_files(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cwd_and_env(plugin_files, tmp_path_factory, environment) -> tuple[Path, dict[str, str]]:
-    """Return the working directory and the environment of commands."""
+def cwd(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("elsewhere")
+
+
+@pytest.fixture(scope="module")
+def env(plugin_files, environment) -> dict[str, str]:
+    """Return the environment of commands, with the plugin on PYTHONPATH."""
     path = os.pathsep.join([*filter(None, [environment.get("PYTHONPATH")]), str(plugin_files)])
-    return tmp_path_factory.mktemp("elsewhere"), {**environment, "PYTHONPATH": path}
+    return {**environment, "PYTHONPATH": path}
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +54,8 @@ def plugin_words(plugin_files) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def plugin_run(cwd_and_env, plugin_words) -> Path:
-    cwd, env = cwd_and_env
-    done = train([*plugin_words, "run.dir=straight"], cwd, env)
-    assert done.code == 0, done.err
+def plugin_run(cwd, env, plugin_words) -> Path:
+    done = success_of(train([*plugin_words, "run.dir=straight"], cwd, env))
     assert f'run=straight prompt="..." {PLUGIN}' in done.out
     return cwd / "straight"
 
@@ -72,10 +76,7 @@ def test_training_uses_variant_and_data_source_and_metric_of_plugin(plugin_run):
 
 
 @pytest.mark.slow
-def test_killed_run_of_plugin_resumes_bit_identically(
-    plugin_run, cwd_and_env, plugin_words, monkeypatch
-):
-    cwd, env = cwd_and_env
+def test_killed_plugin_run_resumes_bit_identically(plugin_run, cwd, env, plugin_words, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", env["PYTHONPATH"])
     monkeypatch.setenv("DIFFLLM_CACHE", env["DIFFLLM_CACHE"])
     run = cwd / "broken"
@@ -88,10 +89,9 @@ def test_killed_run_of_plugin_resumes_bit_identically(
 
 
 @pytest.mark.slow
-def test_run_of_plugin_on_slices_logs_metrics_of_run_in_one_process(
-    cwd_and_env, plugin_words, monkeypatch
+def test_plugin_run_on_slices_logs_metrics_of_run_in_one_process(
+    cwd, env, plugin_words, monkeypatch
 ):
-    cwd, env = cwd_and_env
     monkeypatch.setenv("PYTHONPATH", env["PYTHONPATH"])
     monkeypatch.setenv("DIFFLLM_CACHE", env["DIFFLLM_CACHE"])
     for ranks in (1, 2):
@@ -104,8 +104,7 @@ def test_run_of_plugin_on_slices_logs_metrics_of_run_in_one_process(
 
 
 @pytest.mark.slow
-def test_commands_succeed_for_run_that_uses_plugin(plugin_run, cwd_and_env, plugin_files):
-    cwd, env = cwd_and_env
+def test_commands_succeed_for_run_that_uses_plugin(plugin_run, cwd, env, plugin_files):
     outputs = {}
     for command_words in (
         ["generate", "run=straight", "prompt=Document", "max_new_tokens=4"],
@@ -128,8 +127,7 @@ def test_commands_succeed_for_run_that_uses_plugin(plugin_run, cwd_and_env, plug
     assert float(dict(zip(header.split(","), row.split(","), strict=False))["scale_mean"])
 
 
-def test_commands_print_error_if_plugin_of_run_is_missing(plugin_run, cwd_and_env, tmp_path):
-    _, env = cwd_and_env
+def test_commands_print_error_if_plugin_is_missing(plugin_run, env, tmp_path):
     for words in (
         ["generate", f"run={plugin_run}", "prompt=a"],
         ["attention-map", f"run={plugin_run}", "prompt=a"],
@@ -151,16 +149,14 @@ def test_run_of_custom_variant_is_readable_without_config_dir(tmp_path, tiny, en
         encoding="utf-8",
     )
     words = [*tiny, "attention=normed", "steps=2", "run.dir=run"]
-    done = train([f"--config-dir={file.parents[1]}", *words], tmp_path, environment)
-    assert done.code == 0, done.err
+    success_of(train([f"--config-dir={file.parents[1]}", *words], tmp_path, environment))
     assert "attention: normed" in (tmp_path / "run" / "config.yaml").read_text(encoding="utf-8")
     for words in (["generate", "run=run", "prompt=a", "max_new_tokens=1"], ["report", "run"]):
         done = tool(words, tmp_path, environment)
         assert (done.code, done.err) == (0, ""), words
 
 
-def test_commands_accept_plugin_and_config_dir_on_command_line(cwd_and_env, plugin_files):
-    cwd, env = cwd_and_env
+def test_commands_accept_plugin_and_config_dir_on_command_line(cwd, env, plugin_files):
     known = ["--config-dir", str(plugin_files), PLUGIN, "model=nano"]
     counted = tool(["count", "--json", "attention=scaled", *known], cwd, env)
     assert json.loads(counted.out)["by_component"]["head_scale"] == 8
@@ -214,8 +210,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_command_prints_single_error_line_if_plugin_import_fails(cwd_and_env, tmp_path, name):
-    _, env = cwd_and_env
+def test_command_prints_one_error_line_if_plugin_import_fails(env, tmp_path, name):
     source, *parts = ERRORS[name]
     (tmp_path / "bad.py").write_text(source, encoding="utf-8")
     env = {**env, "PYTHONPATH": f"{tmp_path}{os.pathsep}{env['PYTHONPATH']}"}
@@ -227,16 +222,12 @@ def test_command_prints_single_error_line_if_plugin_import_fails(cwd_and_env, tm
 
 
 @pytest.mark.slow
-def test_resume_accepts_changes_of_plugin_keys_only_if_keys_decide_speed(
-    plugin_run, cwd_and_env, plugin_words
-):
-    cwd, env = cwd_and_env
+def test_resume_accepts_changes_only_of_plugin_keys_of_speed(plugin_run, cwd, env, plugin_words):
     again = [*plugin_words, f"run.dir={shutil.copytree(plugin_run, cwd / 'again')}"]
     unfinish(cwd / "again", 6)
     for key in ("model.attention.temperature", "model.attention.initial", "data.documents"):
         assert_ends(train([*again, f"{key}=300"], cwd, env), f"({key}: ", ", 300", "this command)")
-    done = train([*again, "model.attention.tile=128", "data.readers=2"], cwd, env)
-    assert done.code == 0, done.err
+    done = success_of(train([*again, "model.attention.tile=128", "data.readers=2"], cwd, env))
     assert "resumes from step 4" in done.out + done.err
     config = (cwd / "again" / "config.yaml").read_text(encoding="utf-8")
     assert "tile: 128" in config
@@ -256,16 +247,12 @@ def edited_copy(run: Path, name: str, **values: int) -> None:
 
 
 @pytest.mark.slow
-def test_report_distinguishes_runs_by_plugin_keys_only_of_numbers_and_order(
-    plugin_run, cwd_and_env, tmp_path
-):
-    _, env = cwd_and_env
+def test_report_splits_runs_by_plugin_keys_only_of_numbers_and_order(plugin_run, env, tmp_path):
     shutil.copytree(plugin_run, tmp_path / "first")
     edited_copy(tmp_path / "first", "faster", seed=1, tile=128, readers=2)
     edited_copy(tmp_path / "first", "hotter", seed=2, temperature=2)
     edited_copy(tmp_path / "first", "fewer", seed=3, documents=300)
-    done = tool(["report", str(tmp_path), "out=page", "--json", PLUGIN], tmp_path, env)
-    assert done.code == 0, done.err
+    done = success_of(tool(["report", str(tmp_path), "out=page", "--json", PLUGIN], tmp_path, env))
     rows = {
         (row["model.attention.temperature"], row["data.documents"]): row
         for row in json.loads(done.out)["rows"]
@@ -298,31 +285,19 @@ rule: {{kind: equivalence, arm: second, against: first, margin: 0.1}}
         ("data.readers=2, model.attention.tile=128, model.attention.temperature=2", False),
     ],
 )
-def test_study_refuses_arms_that_differ_in_plugin_key_of_order(
-    cwd_and_env, plugin_files, tmp_path, override, refused
+def test_study_refuses_arms_with_unequal_plugin_key_of_order(
+    env, plugin_files, tmp_path, override, refused
 ):
-    _, env = cwd_and_env
     (tmp_path / "study.yaml").write_text(STUDY.format(override=override), encoding="utf-8")
-    words = [
-        "study",
-        "run",
-        "study.yaml",
-        "out=runs",
-        "--dry-run",
-        "--config-dir",
-        str(plugin_files),
-    ]
-    done = tool([*words, PLUGIN], tmp_path, env)
+    words = ["study", "run", "study.yaml", "out=runs", "--dry-run", PLUGIN]
+    done = tool([*words, "--config-dir", str(plugin_files)], tmp_path, env)
     if refused:
         assert_ends(done, "arms differ in data.documents: 400 in first; 300 in second")
     else:
         assert done.code == 0, done.err
 
 
-def test_unknown_or_invalid_plugin_key_gives_single_error_line(
-    cwd_and_env, plugin_files, plugin_words, tmp_path
-):
-    cwd, env = cwd_and_env
+def test_invalid_plugin_key_gives_one_error_line(cwd, env, plugin_files, plugin_words, tmp_path):
     file = tmp_path / "attention" / "misspelt.yaml"
     file.parent.mkdir()
     file.write_text(
@@ -330,16 +305,14 @@ def test_unknown_or_invalid_plugin_key_gives_single_error_line(
     )
     misspelt = [*plugin_words, "--config-dir", str(tmp_path), "attention=misspelt"]
     assert_ends(train(misspelt, cwd, env), "attention=misspelt: unknown key model.attention.tiles")
-    assert_ends(
-        train([*plugin_words, "model.attention.tile=0"], cwd, env), "tile=0 must be at least 1"
-    )
+    refused = train([*plugin_words, "model.attention.tile=0"], cwd, env)
+    assert_ends(refused, "tile=0 must be at least 1")
     # The plugin changes the default of this key of the base class; the bound remains.
     scaled = train([*plugin_words, "model.attention.context_scale=0"], cwd, env)
     assert_ends(scaled, "model.attention.context_scale=0.0 must be positive")
 
 
-def test_help_contains_descriptions_of_plugin_keys(cwd_and_env, plugin_words):
-    cwd, env = cwd_and_env
+def test_help_contains_descriptions_of_plugin_keys(cwd, env, plugin_words):
     lines = train([*plugin_words, "--help"], cwd, env).out.splitlines()
     for name, description in (
         ("model.attention.tile=64", "Keys per tile."),
@@ -364,13 +337,11 @@ FAILING = {
 
 
 @pytest.mark.parametrize("name", slow_but(["source"], FAILING))
-def test_train_prints_single_traceback_if_plugin_code_raises_error(cwd_and_env, tmp_path, name):
-    _, env = cwd_and_env
+def test_train_prints_one_traceback_if_plugin_code_fails(env, tmp_path, name):
     file = write_plugin(tmp_path / "mine") / f"{MODULE}.py"
     source = file.read_text(encoding="utf-8").replace(*FAILING[name])
-    file.write_text(
-        source.replace("import Corpus,", "import Corpus, Part, TextBatch,"), encoding="utf-8"
-    )
+    source = source.replace("import Corpus,", "import Corpus, Part, TextBatch,")
+    file.write_text(source, encoding="utf-8")
     env = {**env, "PYTHONPATH": f"{file.parent}{os.pathsep}{env['PYTHONPATH']}"}
     words = ["--config-dir", str(file.parent), PLUGIN, "experiment=count_up", *QUIET]
     done = train([*words, f"data.documents={300 + len(name)}"], tmp_path, env)
@@ -380,10 +351,9 @@ def test_train_prints_single_traceback_if_plugin_code_raises_error(cwd_and_env, 
     assert f'{file}", line' in done.err
 
 
-def test_train_prints_single_error_line_for_unknown_plugin_or_config_dir(
-    cwd_and_env, plugin_files, tmp_path
+def test_train_prints_one_error_line_for_wrong_plugin_or_config_dir(
+    cwd, env, plugin_files, tmp_path
 ):
-    cwd, env = cwd_and_env
     ours = tmp_path / "again" / "attention" / "gated.yaml"
     ours.parent.mkdir(parents=True)
     ours.write_text("", encoding="utf-8")
@@ -395,10 +365,7 @@ def test_train_prints_single_error_line_for_unknown_plugin_or_config_dir(
     for words, *parts in (
         (["plugins=[not_there]"], "cannot find module not_there", "PYTHONPATH"),
         (["--config-dir=nowhere"], "nowhere has no YAML file in model/, attention/"),
-        (
-            ["--config-dir", str(plugin_files / "attention")],
-            "has no YAML file in model/, attention/",
-        ),
+        (["--config-dir", str(plugin_files / "attention")], "has no YAML file in model/, "),
         (["--config-dir", str(ours.parents[1])], "has the same name as", "conf/attention/gated"),
         (
             [*known, "attention=scaled"],
@@ -415,21 +382,19 @@ def test_train_prints_single_error_line_for_unknown_plugin_or_config_dir(
 
 @pytest.mark.slow
 def test_every_run_of_sweep_imports_plugin_from_sys_path_of_parent_process(
-    cwd_and_env, plugin_words, plugin_files
+    cwd, env, plugin_words, plugin_files
 ):
     """Only sys.path of the sweep contains the plugin's directory, as with `python -m`."""
-    cwd, env = cwd_and_env
     env = {key: value for key, value in env.items() if key != "PYTHONPATH"}
     sweep = [*plugin_words, "-m", "attention=scaled,scaled_twice,standard", "steps=2"]
     more = ["run.sweep=mine", "model.match_params_to=scaled", "model.vocab_size=4096"]
-    code = (
-        f"import sys; sys.path.insert(0, {str(plugin_files)!r}); sys.argv[0] = 'x'; import runpy; "
-    )
-    code += f"runpy.run_path({train_command([])[1]!r}, run_name='__main__')"
-    env["PYTHONPATH"] = str(Path(train_command([])[1]).parent)
-    done = command([train_command([])[0], "-c", code, *sweep, *more], cwd, env)
-    assert done.code == 0, done
+    python, script = train_command([])
+    code = f"import runpy, sys; sys.path.insert(0, {str(plugin_files)!r}); sys.argv[0] = 'x'; "
+    code += f"runpy.run_path({script!r}, run_name='__main__')"
+    env["PYTHONPATH"] = str(Path(script).parent)
+    words = [python, "-c", code, *sweep, *more]
+    done = success_of(command(words, cwd, env))
     table = done.out[done.out.rindex("outputs/mine/scaled ") :]
     assert len(re.findall(r"held-out loss \d", table)) == 3, table
-    again = command([train_command([])[0], "-c", code, *sweep, *more], cwd, env)
+    again = command(words, cwd, env)
     assert "3 runs, 3 already finished" in again.out, again

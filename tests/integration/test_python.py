@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs.command import assert_same_weights, command, forked_call, reached, train
+from runs.command import assert_same_weights, command, forked_call, reached, success_of, train
 from runs.json_files import read_json
 
 import diffllm
@@ -76,8 +76,7 @@ def session(words: list[str]) -> int:
 def test_train_function_and_train_command_produce_equal_weights(
     tmp_path, tiny, environment, trained_run_directory
 ):
-    done = forked_call(session, tiny, tmp_path, environment)
-    assert done.code == 0, done
+    success_of(forked_call(session, tiny, tmp_path, environment))
     assert_same_weights(trained_run_directory, tmp_path / "run", 4)
     assert_same_weights(trained_run_directory, tmp_path / "other", 4)
 
@@ -101,11 +100,8 @@ def session_without_memory(words: list[str]) -> int:
     return 0
 
 
-def test_run_that_does_not_fit_into_memory_starts_and_resumes_only_with_force(
-    tmp_path, tiny, environment
-):
-    done = forked_call(session_without_memory, tiny, tmp_path, environment)
-    assert done.code == 0, done
+def test_run_too_large_for_memory_starts_and_resumes_only_with_force(tmp_path, tiny, environment):
+    success_of(forked_call(session_without_memory, tiny, tmp_path, environment))
 
 
 def interrupted(words: list[str]) -> int:
@@ -127,8 +123,7 @@ def interrupted(words: list[str]) -> int:
 
 @pytest.mark.slow
 def test_train_function_saves_checkpoint_after_ctrl_c(tmp_path, tiny, environment):
-    done = forked_call(interrupted, tiny, tmp_path, environment)
-    assert done.code == 0, done
+    done = success_of(forked_call(interrupted, tiny, tmp_path, environment))
     assert "outputs" not in os.listdir(tmp_path)
     assert "run resumes from step " in done.out
     saved = {int(p.name[5:]) for p in (tmp_path / "run" / "checkpoints").iterdir()}
@@ -167,8 +162,7 @@ def notebook(words: list[str]) -> int:
 
 
 def test_notebook_can_define_same_variant_twice(tmp_path, tiny, environment):
-    done = forked_call(notebook, tiny, tmp_path, environment)
-    assert done.code == 0, done
+    success_of(forked_call(notebook, tiny, tmp_path, environment))
     with pytest.raises(UserError, match=r"attention=cell.*add plugins=\[MODULE\]"):
         diffllm.load_model(tmp_path / "run0")
 
@@ -179,8 +173,7 @@ def test_train_function_returns_summary_on_every_rank(tmp_path, tiny, environmen
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     words = [sys.executable, *launcher, "session.py", *tiny, "run.dir=run"]
     for _ in range(2):  # the second time, the run is finished
-        done = command(words, tmp_path, environment)
-        assert done.code == 0, done
+        success_of(command(words, tmp_path, environment))
         answers = sorted(tmp_path.glob("answer*.json"))
         assert [answer.name for answer in answers] == ["answer0.json", "answer1.json"]
         summaries = [read_json(answer) for answer in answers]

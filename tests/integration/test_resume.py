@@ -15,6 +15,7 @@ from runs.command import (
     metric_lines,
     overrides_of,
     start,
+    success_of,
     train,
     train_command,
     wait_for,
@@ -55,9 +56,7 @@ def uninterrupted_run(corpus, tmp_path_factory):
 @pytest.mark.parametrize(
     ("model", "ranks"), slow_but([("dense", 1)], [("dense", 1), ("dense", 2), ("mixture", 2)])
 )
-def test_run_killed_after_checkpoint_resumes_bit_identically(
-    corpus, uninterrupted_run, tmp_path, model, ranks
-):
+def test_killed_run_resumes_bit_identically(corpus, uninterrupted_run, tmp_path, model, ranks):
     words, broken = (*INTERVALS, *MODELS[model]), tmp_path / "broken"
     gate = Gate(broken, HALF + 4)
     first = start(corpus, broken, *words, ranks=ranks)
@@ -69,9 +68,8 @@ def test_run_killed_after_checkpoint_resumes_bit_identically(
     assert_same_weights(whole, broken, STEPS)
     assert_measured_when_due(whole)
     state, expected_state = (load_model(run)[0].router_state() for run in (broken, whole))
-    assert {name.rpartition(".")[2] for name in state} == (
-        {"bias", "load"} if model == "mixture" else set()
-    )
+    expected_names = {"bias", "load"} if model == "mixture" else set()
+    assert {name.rpartition(".")[2] for name in state} == expected_names
     assert all(torch.equal(value, expected_state[name]) for name, value in state.items())
 
 
@@ -124,8 +122,7 @@ def test_resume_uses_mkl_and_compile_settings_of_checkpoint(corpus, tmp_path):
 
     def trained(name: str, *words: str, **environment: str) -> Path:
         run = tmp_path / name
-        result = train(overrides_of(corpus, run, *settings, *words), tmp_path, environment)
-        assert result.code == 0, result.err
+        success_of(train(overrides_of(corpus, run, *settings, *words), tmp_path, environment))
         return run
 
     whole = trained("whole", MKL_CBWR="AVX2,STRICT")

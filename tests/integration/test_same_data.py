@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from runs.command import ForkedRun, Gate, metric_lines, overrides_of, step_samples, the_error
+from runs.json_files import read_jsonl, write_jsonl
 from runs.planted_train import Fault
 
 STEPS = 24
@@ -20,10 +21,10 @@ def same_data_words(corpus: Path, run: Path, *more: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def dense_run_directory(corpus, tmp_path_factory):
-    directory = tmp_path_factory.mktemp("straight")
-    ForkedRun(same_data_words(corpus, directory / "dense"), 1, directory / "dense").finish()
-    return directory
+def dense_run(corpus, tmp_path_factory):
+    run = tmp_path_factory.mktemp("straight") / "dense"
+    ForkedRun(same_data_words(corpus, run), 1, run).finish()
+    return run
 
 
 LAYOUTS = {
@@ -44,9 +45,9 @@ LAYOUTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["1, 2, 4, 3", "experts"])
-def test_resume_on_different_mesh_reads_same_batches(corpus, dense_run_directory, tmp_path, kind):
+def test_resume_on_different_mesh_reads_same_batches(corpus, dense_run, tmp_path, kind):
     model = ["model=moe_tiny"] if kind == "experts" else []
-    undisturbed = dense_run_directory / "dense"
+    undisturbed = dense_run
     if model:
         undisturbed = tmp_path / "undisturbed"
         ForkedRun(same_data_words(corpus, undisturbed, *model), 1, undisturbed).finish()
@@ -77,21 +78,15 @@ def test_resume_on_different_mesh_reads_same_batches(corpus, dense_run_directory
         ("data.paths=[OTHER]", ["corpus", "tokenizer"]),
     ],
 )
-def test_resume_refuses_changed_data_key_that_is_not_in_allow_changes(
-    corpus, tmp_path, change, allowed
-):
+def test_resume_refuses_changed_data_key_without_allow_changes(corpus, tmp_path, change, allowed):
     other = tmp_path / "other.jsonl"
-    other.write_text(
-        "".join(reversed(corpus.read_text(encoding="utf-8").splitlines(keepends=True)[:300])),
-        encoding="utf-8",
-    )
+    write_jsonl(other, reversed(read_jsonl(corpus)[:300]))
     change = change.replace("OTHER", str(other))
     run = tmp_path / "run"
     short = [*same_data_words(corpus, run), "steps=4", "optim.warmup_steps=1"]
     ForkedRun(short, 1, run).finish()
-    before = {
-        path: path.read_bytes() for path in run.iterdir() if path.suffix in (".yaml", ".jsonl")
-    }
+    files = [path for path in run.iterdir() if path.suffix in (".yaml", ".jsonl")]
+    before = {path: path.read_bytes() for path in files}
 
     longer = [*short, "steps=6", change]
     passed = ["steps"]
@@ -117,16 +112,14 @@ def test_resume_refuses_changed_data_key_that_is_not_in_allow_changes(
 
 
 @pytest.mark.slow
-def test_resume_continues_sample_order_if_batch_size_is_halved(
-    corpus, dense_run_directory, tmp_path
-):
+def test_resume_continues_sample_order_if_batch_size_is_halved(corpus, dense_run, tmp_path):
     """With half of the global batch, each step reads the next six samples of the same order."""
     run = tmp_path / "run"
     short = [*same_data_words(corpus, run), "steps=4", "optim.warmup_steps=1"]
     ForkedRun(short, 1, run).finish()
     more = ["steps=8", "global_batch_size=6", "run.allow_changes=[steps,global_batch_size]"]
     ForkedRun([*short, *more], 1, run).finish()
-    mine, undisturbed = step_samples(run), step_samples(dense_run_directory / "dense")
+    mine, undisturbed = step_samples(run), step_samples(dense_run)
     for step in (5, 6):
         halves = mine[2 * step - 5] + mine[2 * step - 4]
         assert sorted(halves) == undisturbed[step]

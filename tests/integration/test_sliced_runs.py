@@ -54,9 +54,7 @@ def test_run_on_slices_logs_metrics_of_run_in_one_process(corpus, one_process, t
 
 
 @pytest.mark.slow
-def test_killed_run_on_slices_resumes_bit_identically_and_in_one_process(
-    corpus, one_process, tmp_path
-):
+def test_killed_sliced_run_resumes_bit_identically_and_on_one_rank(corpus, one_process, tmp_path):
     words, expected = one_process
     sliced = (*words, "parallel.context=2")
     straight, broken, single = (tmp_path / name for name in ("straight", "broken", "single"))

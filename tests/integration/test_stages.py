@@ -181,9 +181,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", slow_but(["setting", "export"], REFUSED))
-def test_stage_of_different_model_is_refused_in_one_line(
-    corpus, environment, first, tmp_path, what
-):
+def test_stage_of_other_model_is_refused_in_one_line(corpus, environment, first, tmp_path, what):
     words, said = REFUSED[what]
     if what == "export":
         assert main(["export", f"run={first}", f"out={first}-hf"]) == 0

@@ -13,9 +13,11 @@ from runs.command import (
     ForkedRun,
     Gate,
     assert_same_weights,
+    command,
     finish,
     metric_lines,
     overrides_of,
+    success_of,
     tool_command,
     train_command,
     trained_on,
@@ -55,9 +57,7 @@ def hang(words):
         [(signal.SIGUSR1, 1, True), (signal.SIGTERM, 0, True), (signal.SIGINT, 0, False)],
     ),
 )
-def test_stop_signal_to_one_rank_stops_all_ranks_at_same_step(
-    corpus, tmp_path, number, rank, marked
-):
+def test_signal_to_one_rank_stops_all_ranks_at_same_step(corpus, tmp_path, number, rank, marked):
     run = tmp_path / "run"
     words = overrides_of(corpus, run, "steps=60", "log_interval=1", "checkpoint.interval=1000")
     said = ForkedRun(words, 2, run).stop_at(Gate(run, 4), number, rank)
@@ -69,10 +69,7 @@ def test_stop_signal_to_one_rank_stops_all_ranks_at_same_step(
     marker = run / "requeue"
     assert marker.exists() == marked
     if marked:
-        assert read_json(marker) == {
-            "signal": number.name,
-            "step": step,
-        }
+        assert read_json(marker) == {"signal": number.name, "step": step}
     again = ForkedRun([*words, f"steps={step + 2}", "run.allow_changes=[steps]"], 2, run)
     assert f"resumes from step {step}" in again.finish()
     assert not marker.exists()
@@ -157,10 +154,7 @@ def test_signal_before_first_step_writes_requeue_marker(corpus, tmp_path):
     output = process.finish()
     assert "stopped by SIGUSR1 before the first step" in output
     assert "Traceback" not in output
-    assert read_json(run / "requeue") == {
-        "signal": "SIGUSR1",
-        "step": None,
-    }
+    assert read_json(run / "requeue") == {"signal": "SIGUSR1", "step": None}
 
 
 @pytest.mark.slow
@@ -184,14 +178,8 @@ def test_run_killed_during_checkpoint_save_resumes_bit_identically(corpus, tmp_p
 def test_repeatedly_killed_run_resumes_bit_identically():
     """Run a short version of benchmarks/chaos.py on one rank."""
     words = ["--kills", "3", "--saves", "1", "--ranks", "1", "--every", "4"]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "chaos.py"), *words],
-        capture_output=True,
-        encoding="utf-8",
-        timeout=880,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(done.stdout)
+    words = [sys.executable, str(ROOT / "benchmarks" / "chaos.py"), *words]
+    result = json.loads(success_of(command(words, ROOT, os.environ, timeout=880)).out)
     assert result["equal"]
     assert result["kills"] >= 3
     assert result["during_a_save"] >= 1

@@ -13,10 +13,12 @@ from runs.command import (
     assert_same_weights,
     command,
     metric_lines,
+    success_of,
     tool_command,
     wait_for,
 )
 from runs.json_files import read_json, write_json
+from runs.written import edit_text
 
 from diffllm.config.saved import load_run_config
 
@@ -81,8 +83,7 @@ def test_interrupted_study_matches_uninterrupted_study(tmp_path, tiny, environme
         assert summary_times(out).items() >= before.items(), line
         before = summary_times(out)
 
-    result = command(words, tmp_path, environment)
-    assert result.code == 0, result
+    result = success_of(command(words, tmp_path, environment))
     assert "all runs of" in result.out
     assert summary_times(out).items() >= before.items()
     assert finished_runs(out) == {*RATES, *DECIDING}
@@ -108,21 +109,15 @@ def test_interrupted_study_matches_uninterrupted_study(tmp_path, tiny, environme
     assert mark.split("/")[1:] == ["deciding", "half"]
 
     words = tool_command(["study", "verdict", str(path), f"out={out}", "--json"])
-    result = command(words, tmp_path, environment)
-    assert result.code == 0, result.err
+    result = success_of(command(words, tmp_path, environment))
     found = json.loads(result.out)
     rates = {arm: each["losses"] for arm, each in found["learning_rates"].items()}
     at_the_end = {arm: min(losses, key=losses.get) for arm, losses in rates.items()}
-    assert found["verdict"] == "not comparable", (
-        "the best of two learning rates is at an end of the grid"
-    )
+    assert found["verdict"] == "not comparable", "the best learning rate is at an end of the grid"
     assert {arm: f"{each['lr']:g}" for arm, each in found["arms"].items()} == at_the_end
     losses = read_json(out / "half-seed1" / "summary.json")["heldout_loss"]
     assert found["arms"]["half"]["values"]["1"] == losses
 
-    path.write_text(
-        path.read_text(encoding="utf-8").replace("half is better", "half is no worse"),
-        encoding="utf-8",
-    )
+    edit_text(path, "half is better", "half is no worse")
     result = command(words, tmp_path, environment)
     assert json.loads(result.out)["verdict"] == "exploratory"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 from processes import PATIENCE_S
-from runs.command import Result, command, descendants, metrics, train_command, wait_for
+from runs.command import Result, command, descendants, metrics, success_of, train_command, wait_for
 from runs.json_files import read_json
 
 STEPS = 40
@@ -19,14 +19,9 @@ LONGER = [f"steps={STEPS}", "checkpoint.interval=4", "log_interval=4"]
 
 def start_sweep(words: list[str], cwd: Path, environment: dict[str, str]) -> subprocess.Popen:
     return subprocess.Popen(
-        train_command(words),
-        cwd=cwd,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        encoding="utf-8",
-        start_new_session=True,
-    )
+        train_command(words), cwd=cwd, env=environment, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, encoding="utf-8", start_new_session=True,
+    )  # fmt: skip
 
 
 def process_of_run(process: subprocess.Popen, name: str) -> int:
@@ -81,8 +76,7 @@ def test_killed_sweep_resumes_unfinished_runs(tmp_path, tiny, environment, finis
     assert "1 of 2 runs did not finish, 1 failed" in table
     assert_finished(runs[1])
 
-    last = command(train_command(words), tmp_path, environment)
-    assert last.code == 0, last
+    last = success_of(command(train_command(words), tmp_path, environment))
     assert "sweep outputs/mine: 2 runs, 1 already finished" in last.out
     assert re.search(r"^outputs/mine/standard resumes from step \d+$", last.out, re.M), last.out
     assert "run 2 of 2" not in last.out
@@ -102,13 +96,11 @@ def test_sweep_reports_finished_runs_and_starts_no_other_run_after_ctrl_c(
     assert sweep.returncode == 130, output
     assert not re.search("Traceback|SIGTERM", output)
     assert output.count("stopping after this step") == output.count("stopped by SIGINT") == 1
-    assert re.search(r"^run 2 of 3: steps5000\n2 runs left, ETA [\d:]+ \(at the", output, re.M), (
-        output
-    )
+    begun = r"^run 2 of 3: steps5000\n2 runs left, ETA [\d:]+ \(at the"
+    assert re.search(begun, output, re.M), output
     assert re.search(r"^outputs/mine/steps8 +held-out loss \d", output, re.M), output
-    assert re.search(r"^outputs/mine/steps5000 +stopped, saved at step \d+ of", output, re.M), (
-        output
-    )
+    stopped = r"^outputs/mine/steps5000 +stopped, saved at step \d+ of"
+    assert re.search(stopped, output, re.M), output
     assert re.search(r"^outputs/mine/steps6000 +not started$", output, re.M), output
     assert "2 of 3 runs did not finish; the same command with run.sweep=mine" in output
     assert "\ncomparison outputs/mine/report.html, outputs/mine/report.csv\n" in output

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from runs.command import command, tool, train, train_command
-from runs.json_files import read_jsonl
+from runs.command import command, success_of, tool, train, train_command
+from runs.json_files import read_jsonl, write_jsonl
 
 RUN = [
     "data=synthetic", "data.task=mqar", "data.level={filler: 4}", "data.examples=2000",
@@ -17,38 +17,27 @@ ASKED = ["eval.suites=[mqar]", "eval.levels={mqar: {filler: 4}}", "eval.suites_i
 
 
 @pytest.fixture(scope="module")
-def tasks_directory(tmp_path_factory):
+def directory(tmp_path_factory):
     return tmp_path_factory.mktemp("tasks")
 
 
-def test_task_scores_logged_in_training_match_scores_of_evaluate_command(
-    tasks_directory, environment
-):
-    words = [
-        *RUN,
-        *ASKED,
-        "steps=4",
-        f"run.dir={tasks_directory}/run",
-        f"data.cache_dir={tasks_directory}/cache",
-    ]
-    result = train(words, tasks_directory, environment)
-    assert result.code == 0, result
-    lines = lines_by_step(tasks_directory / "run")
+def test_task_scores_in_training_match_scores_of_evaluate_command(directory, environment):
+    directories = [f"run.dir={directory}/run", f"data.cache_dir={directory}/cache"]
+    result = success_of(train([*RUN, *ASKED, "steps=4", *directories], directory, environment))
+    lines = lines_by_step(directory / "run")
     found = {step: values["tasks/mqar"] for step, values in lines.items() if "tasks/mqar" in values}
     assert list(found) == [3, 4]
     words = ["tasks=[mqar]", "level={filler: 4}", "limit=64", "--json"]
-    evaluated = tool(
-        ["evaluate", f"run={tasks_directory}/run", *words], tasks_directory, environment
-    )
+    evaluated = tool(["evaluate", f"run={directory}/run", *words], directory, environment)
     (score,) = json.loads(evaluated.out)["mqar"]["scores"]
     assert found[4] == score["value"]
     assert lines[4]["tasks_generated/mqar"] == score["generated"]
     assert lines[4]["tasks_chance/mqar"] == score["chance"]
     assert f" mqar {found[4]:.2f} (chance {score['chance']:.2f})" in result.out
     words = ["tasks=[mqar]", "level={filler: 4}", "limit=4", "every=true", "--json"]
-    result = tool(["evaluate", f"run={tasks_directory}/run", *words], tasks_directory, environment)
+    result = tool(["evaluate", f"run={directory}/run", *words], directory, environment)
     assert list(json.loads(result.out)) == [
-        f"{tasks_directory}/run/checkpoints/step-{step:08d}" for step in (2, 4)
+        f"{directory}/run/checkpoints/step-{step:08d}" for step in (2, 4)
     ]
 
 
@@ -80,24 +69,22 @@ def lines_by_step(run: Path) -> dict[int, dict[str, float]]:
         ),
     ],
 )
-def test_train_refuses_invalid_task_setting(tasks_directory, environment, words, said):
-    run = tasks_directory / "refused"
+def test_train_refuses_invalid_task_setting(directory, environment, words, said):
+    run = directory / "refused"
     for folder in ("arc", "piqa"):
-        (tasks_directory / folder).mkdir(exist_ok=True)
-        (tasks_directory / folder / "test.jsonl").write_text(
-            '{"prompt": "a", "answer": "b"}\n', encoding="utf-8"
-        )
-    words = [*RUN, *words, "steps=4", f"run.dir={run}", f"data.cache_dir={tasks_directory}/cache"]
-    result = train(words, tasks_directory, environment)
+        (directory / folder).mkdir(exist_ok=True)
+        write_jsonl(directory / folder / "test.jsonl", [{"prompt": "a", "answer": "b"}])
+    words = [*RUN, *words, "steps=4", f"run.dir={run}", f"data.cache_dir={directory}/cache"]
+    result = train(words, directory, environment)
     assert result.code == 2, result
     (line,) = (line for line in result.err.splitlines() if line.startswith("error: "))
-    assert line.startswith(f"error: {said.replace('{place}', str(tasks_directory))}"), line
+    assert line.startswith(f"error: {said.replace('{place}', str(directory))}"), line
     assert not run.exists()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_tiny_model_solves_mqar_task_after_training(tasks_directory, environment):
+def test_tiny_model_solves_mqar_task_after_training(directory, environment):
     easy = "{filler: 0}"
     words = [
         *("data=synthetic", "data.task=mqar", "data.examples=200_000", "data.packing=best_fit"),
@@ -106,21 +93,13 @@ def test_tiny_model_solves_mqar_task_after_training(tasks_directory, environment
         *("optim.schedule=wsd", "eval.interval=900", "checkpoint.interval=900"),
         *("wandb.mode=disabled", "run.report=false", f"data.level={easy}"),
     ]
-    directories = [
-        f"run.dir={tasks_directory}/learned",
-        f"data.cache_dir={tasks_directory}/learned_cache",
-    ]
+    directories = [f"run.dir={directory}/learned", f"data.cache_dir={directory}/learned_cache"]
     # A minute of training on a free core may take ten minutes on a busy machine.
-    result = command(
-        train_command([*words, *directories]), tasks_directory, environment, timeout=900
-    )
-    assert result.code == 0, result
+    success_of(command(train_command([*words, *directories]), directory, environment, timeout=900))
     scores = {}
     for task in ("mqar", "attention_mass_mqar"):
         asked = [f"tasks=[{task}]", f"level={easy}", "--json"]
-        evaluated = tool(
-            ["evaluate", f"run={tasks_directory}/learned", *asked], tasks_directory, environment
-        )
+        evaluated = tool(["evaluate", f"run={directory}/learned", *asked], directory, environment)
         assert evaluated.code == 0, evaluated
         scores |= json.loads(evaluated.out)
     (share,) = scores["mqar"]["scores"]

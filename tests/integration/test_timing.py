@@ -5,7 +5,7 @@ import re
 import sys
 
 import pytest
-from runs.command import command, refusal_of, tool
+from runs.command import command, refusal_of, success_of, tool
 from runs.json_files import read_json, write_json
 
 from diffllm.compare.timing_profile import read_profile
@@ -23,8 +23,7 @@ def test_timing_of_study_writes_profile_and_no_other_file(tmp_path, tiny, enviro
     }  # fmt: skip
     write_json(tmp_path / "study.yaml", study)
     words = ["timing", "study.yaml", "out=timing.json", *TURNS, "--json"]
-    done = tool(words, tmp_path, environment)
-    assert done.code == 0, done.err
+    done = success_of(tool(words, tmp_path, environment))
     assert {path.name for path in tmp_path.iterdir()} == {"study.yaml", "timing.json"}
     content = read_json(tmp_path / "timing.json")
     assert json.loads(done.out) == content
@@ -47,8 +46,7 @@ def test_timing_of_study_writes_profile_and_no_other_file(tmp_path, tiny, enviro
 def test_timing_on_two_ranks_writes_one_profile(tmp_path, tiny, environment):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     words = ["-m", "diffllm", "timing", "--compare", "standard,gated", "out=timing.json"]
-    done = command([*launcher, *words, *tiny, *TURNS], tmp_path, environment)
-    assert done.code == 0, done.err
+    done = success_of(command([*launcher, *words, *tiny, *TURNS], tmp_path, environment))
     assert [path.name for path in tmp_path.iterdir()] == ["timing.json"]
     profile = read_profile(tmp_path / "timing.json")
     assert [arm.facts.ranks for arm in profile.arms.values()] == [2, 2]
@@ -70,10 +68,7 @@ def test_failed_turn_ends_timing_with_one_error_and_no_file(tmp_path, environmen
 
 def test_timing_refuses_overrides_next_to_study_and_unusable_output(tmp_path, environment):
     for words, part in (
-        (
-            ["study.yaml", "model=tiny", "out=a.json"],
-            "cannot be combined with study.yaml",
-        ),
+        (["study.yaml", "model=tiny", "out=a.json"], "cannot be combined with study.yaml"),
         (["model=tiny"], "missing out=FILE"),
         (["model=tiny", "--fast", "out=a.json"], "unknown argument '--fast'"),
         (["model=tiny", "out=missing/a.json"], "out=missing/a.json cannot be written"),

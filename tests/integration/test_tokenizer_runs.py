@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import sentencepiece
-from runs.command import documents, tool, train
+from runs.command import documents, success_of, tool, train
 from runs.json_files import read_json
+from runs.written import edit_text
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from diffllm import load_config
@@ -45,22 +46,17 @@ def test_run_of_older_version_continues_with_its_guessed_eos_without_cache(
     data = load_config(begin).data
     tokenizer_hash = FastTokenizer(letters, "</s>").pieces_hash
     prepare(data, run_hashes=RunHashes(tokenizer=tokenizer_hash))
-    begun = train(begin, tmp_path, environment)
-    assert begun.code == 0, begun.err
+    begun = success_of(train(begin, tmp_path, environment))
     assert "\nEOS: </s>, token 1\n" in begun.out
     config = tmp_path / "run" / "config.yaml"
-    text = config.read_text(encoding="utf-8")
-    assert "  eos_token: </s>\n" in text
-    config.write_text(text.replace("  eos_token: </s>\n", ""), encoding="utf-8")
+    edit_text(config, "  eos_token: </s>\n", "")
 
     shutil.rmtree(cache)
-    evaluated = tool(["evaluate", "run=run", "tasks=[position]", "limit=2"], tmp_path, environment)
-    assert evaluated.code == 0, evaluated.err
+    success_of(tool(["evaluate", "run=run", "tasks=[position]", "limit=2"], tmp_path, environment))
     more = [*words, "steps=6", "run.allow_changes=[steps]"]
     for directory, start in (("fork", ["resume=run"]), ("run", [])):
         shutil.rmtree(cache)
-        resumed = train([*more, *start, f"run.dir={directory}"], tmp_path, environment)
-        assert resumed.code == 0, resumed.err
+        resumed = success_of(train([*more, *start, f"run.dir={directory}"], tmp_path, environment))
         assert f"{directory} resumes from step 4" in resumed.out
         assert "\nEOS: </s>, token 1, guessed from its name; data.eos_token sets" in resumed.out
         facts = read_json(tmp_path / directory / "run.json")
@@ -69,8 +65,7 @@ def test_run_of_older_version_continues_with_its_guessed_eos_without_cache(
         assert "  eos_token: null\n" in saved
 
     shutil.rmtree(cache)
-    stage = train([*words, "resume=stage:run", "run.dir=stage"], tmp_path, environment)
-    assert stage.code == 0, stage.err
+    stage = success_of(train([*words, "resume=stage:run", "run.dir=stage"], tmp_path, environment))
     assert "\nEOS: </s>, token 1, guessed" in stage.out
     shutil.rmtree(cache)
     new = train([*begin, "run.dir=new"], tmp_path, environment)
@@ -78,9 +73,7 @@ def test_run_of_older_version_continues_with_its_guessed_eos_without_cache(
     assert "the text '</s>' encodes to the EOS" in new.err
 
 
-def test_run_says_before_training_that_its_tokenizer_cannot_be_exported(
-    tmp_path, tiny, environment
-):
+def test_run_says_before_training_that_tokenizer_cannot_be_exported(tmp_path, tiny, environment):
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(documents(50)), model_writer=model, minloglevel=2,
@@ -88,8 +81,7 @@ def test_run_says_before_training_that_its_tokenizer_cannot_be_exported(
     )  # fmt: skip
     (tmp_path / "unigram.model").write_bytes(model.getvalue())
     words = [*tiny, f"data.tokenizer={tmp_path / 'unigram.model'}", "run.dir=run"]
-    result = train(words, tmp_path, environment)
-    assert result.code == 0, result.err
+    result = success_of(train(words, tmp_path, environment))
     note = "diffllm export will refuse the tokenizer of this run, because it is not a BPE model"
     before, _, after = result.out.partition(note)
     assert "chosen for this device" in after

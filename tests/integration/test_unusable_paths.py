@@ -127,9 +127,7 @@ def test_load_run_config_accepts_unusable_tokenizer_path(finished_run, tmp_path)
 
 
 @pytest.mark.parametrize("key", slow_but(["run.dir", "resume"], KEYS))
-def test_error_of_train_command_contains_config_key_of_unusable_path(
-    tmp_path, environment, key, rng
-):
+def test_error_of_train_contains_config_key_of_unusable_path(tmp_path, environment, key, rng):
     (tmp_path / "work").mkdir()
     paths = unusable_paths(tmp_path / "places")
     for what, path in paths.items():
@@ -138,9 +136,8 @@ def test_error_of_train_command_contains_config_key_of_unusable_path(
         assert key in str(caught.value), what
     what, path = rng.choice(list(paths.items()))
     before = snapshot(tmp_path)
-    result = train(
-        [*path_overrides(key, path), "wandb.mode=disabled"], tmp_path / "work", environment
-    )
+    words = [*path_overrides(key, path), "wandb.mode=disabled"]
+    result = train(words, tmp_path / "work", environment)
     assert key in refusal_of(result), what
     assert not changes(before, snapshot(tmp_path))
 

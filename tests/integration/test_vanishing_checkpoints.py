@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from runs.written import edit_text
 
 from diffllm.checkpoint import manifest, reader
 from diffllm.cli import checkpoints, main
@@ -13,7 +14,7 @@ from diffllm.evaluation.load import load_model
 
 
 @pytest.fixture
-def run_with_one_checkpoint(finished_run: Path, tmp_path: Path) -> Path:
+def run_with_step_4(finished_run: Path, tmp_path: Path) -> Path:
     """Return a run with one checkpoint of step 4, for `save_next_checkpoint`."""
     run = shutil.copytree(finished_run, tmp_path / "run")
     shutil.rmtree(run / "checkpoints" / "step-00000002")
@@ -27,8 +28,7 @@ def save_next_checkpoint(run: Path) -> None:
     old, new = (run / "checkpoints" / f"step-{step:08d}" for step in (4, 8))
     if old.is_dir():
         old.rename(new)
-        state = (new / "state.json").read_text(encoding="utf-8")
-        (new / "state.json").write_text(state.replace('"step": 4', '"step": 8'), encoding="utf-8")
+        edit_text(new / "state.json", '"step": 4', '"step": 8')
         sign(new)
 
 
@@ -59,28 +59,25 @@ def vanishing(monkeypatch: pytest.MonkeyPatch, run: Path, module: object, name: 
     ],
 )
 def test_commands_skip_checkpoint_that_another_process_deletes(
-    run_with_one_checkpoint, tmp_path, monkeypatch, capfd, command, module, name
+    run_with_step_4, tmp_path, monkeypatch, capfd, command, module, name
 ):
     words = {
-        "generate": [f"run={run_with_one_checkpoint}", "prompt=a", "max_new_tokens=1"],
-        "consolidate": [f"run={run_with_one_checkpoint}"],
-        "checkpoints": [f"run={run_with_one_checkpoint}"],
+        "generate": [f"run={run_with_step_4}", "prompt=a", "max_new_tokens=1"],
+        "consolidate": [f"run={run_with_step_4}"],
+        "checkpoints": [f"run={run_with_step_4}"],
     }
-    called = vanishing(monkeypatch, run_with_one_checkpoint, module, name)
+    called = vanishing(monkeypatch, run_with_step_4, module, name)
     assert main([command, *words[command]]) == 0
     said = capfd.readouterr()
     assert said.err == ""
     assert called
     if command == "consolidate":
         assert "step 8: " in said.out
-        assert [path.name for path in (run_with_one_checkpoint / "consolidated").iterdir()] == [
-            "step-00000008"
-        ]
+        consolidated = run_with_step_4 / "consolidated"
+        assert [path.name for path in consolidated.iterdir()] == ["step-00000008"]
 
 
-def test_load_model_raises_error_if_checkpoint_is_deleted_during_load(
-    run_with_one_checkpoint, monkeypatch
-):
-    vanishing(monkeypatch, run_with_one_checkpoint, reader, "read_index")
+def test_load_model_raises_error_if_checkpoint_is_deleted_during_load(run_with_step_4, monkeypatch):
+    vanishing(monkeypatch, run_with_step_4, reader, "read_index")
     with pytest.raises(CheckpointError, match="has no checkpoint of step 4; available steps:"):
-        load_model(run_with_one_checkpoint, 4)
+        load_model(run_with_step_4, 4)

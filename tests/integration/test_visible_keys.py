@@ -61,10 +61,9 @@ def assert_counted(run: Path, overrides: list[str], ranks: dict[int, int]) -> No
     """
     cfg, keys = load_config(overrides), keys_in_masks(overrides)
     model, queries = without_storage(cfg.model), BATCH * cfg.seq_len
-    means = {
-        step: sum(keys[first:end]) / ((end - first) * queries)
-        for step, (first, end) in INTERVALS.items()
-    }
+    means = {}
+    for step, (first, end) in INTERVALS.items():
+        means[step] = sum(keys[first:end]) / ((end - first) * queries)
     lines = [line for line in metrics(run) if "perf/step_ms" in line]
     assert {line["step"]: line["data/visible_keys"] for line in lines} == means
     for line in lines:
@@ -127,12 +126,7 @@ def forget_costs(run: Path, step: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("batches", "more", "older"),
-    [
-        ((8, 4, 16), (), False),
-        ((8, 4), MASKED, False),
-        ((8, 4), (), True),
-        ((8, 4), MASKED, True),
-    ],
+    [((8, 4, 16), (), False), ((8, 4), MASKED, False), ((8, 4), (), True), ((8, 4), MASKED, True)],
     ids=["batch", "masked", "older", "older masked"],
 )
 def test_costs_add_up_over_resumes_with_other_batches(corpus, tmp_path, batches, more, older):

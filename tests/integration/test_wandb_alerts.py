@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from runs import planted_train
-from runs.command import ForkedRun, Gate, loader_processes, overrides_of, start, tool
+from runs.command import ForkedRun, Gate, loader_processes, overrides_of, start, success_of, tool
 from runs.planted_train import Fault
 from wandb_server import StoredRun, WandbServer
 
@@ -38,9 +38,7 @@ def without_batch(event: Event) -> list[object]:
     return [*line.values()]
 
 
-def test_diverged_run_sends_one_alert_per_kind_and_table_of_its_events(
-    server: WandbServer, corpus: Path, tmp_path: Path, environment: dict[str, str]
-) -> None:
+def test_divergence_sends_one_alert_per_kind_and_event_table(server, corpus, tmp_path, environment):
     run = tmp_path / "run"
     output = start(corpus, run, *ONLINE, *DIVERGES, "steps=40").finish()
     assert "diverged: 20 updates in a row were skipped" in output
@@ -54,10 +52,8 @@ def test_diverged_run_sends_one_alert_per_kind_and_table_of_its_events(
     assert [[*row[:7], row[8]] for row in table_rows(stored)] == expected
     assert [line["_step"] for line in stored.history] == [line["step"] for line in stored.history]
 
-    done = tool(
-        ["wandb", f"run={run}", "mode=online"], tmp_path, {**environment, **clients(server)}
-    )
-    assert done.code == 0, done.err
+    variables = {**environment, **clients(server)}
+    success_of(tool(["wandb", f"run={run}", "mode=online"], tmp_path, variables))
     _, repaired = server.runs.values()
     assert table_rows(repaired) == table_rows(stored)
     assert repaired.alerts == []
@@ -77,8 +73,8 @@ def requesting(fault: Fault, words: list[str]) -> int:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_cancel_tag_stops_all_ranks_after_checkpoint_without_requeue(
-    server: WandbServer, corpus: Path, tmp_path: Path, ranks: int
-) -> None:
+    server, corpus, tmp_path, ranks
+):
     run = tmp_path / "run"
     words = overrides_of(corpus, run, *ONLINE, "steps=30", "wandb.cancel_tag=true")
     gate = Gate(run, 4)
@@ -105,9 +101,7 @@ def test_cancel_tag_stops_all_ranks_after_checkpoint_without_requeue(
     assert stored.summary.get("reason") is None
 
 
-def test_stall_of_other_rank_sends_one_alert(
-    server: WandbServer, corpus: Path, tmp_path: Path
-) -> None:
+def test_stall_of_other_rank_sends_one_alert(server, corpus, tmp_path):
     run = tmp_path / "run"
     words = overrides_of(corpus, run, *ONLINE, "steps=30", "distributed.timeout=12")
     process = ForkedRun(words, 2, run, Fault("hang", 1, 8))
@@ -117,9 +111,7 @@ def test_stall_of_other_rank_sends_one_alert(
     assert alert["text"].startswith("after step 7: rank 1 is missing: it hangs at step 8")
 
 
-def test_stall_of_only_rank_sends_one_alert_before_exit(
-    server: WandbServer, corpus: Path, tmp_path: Path
-) -> None:
+def test_stall_of_only_rank_sends_one_alert_before_exit(server, corpus, tmp_path):
     run = tmp_path / "run"
     words = (*ONLINE, "steps=1000000", "checkpoint.interval=2", "data.num_workers=1")
     process = start(corpus, run, *words, "distributed.timeout=12", "wandb.alerts=[stall]")
@@ -132,12 +124,11 @@ def test_stall_of_only_rank_sends_one_alert_before_exit(
     assert f"waiting for a batch of the data loader (stopped: process {loader})" in alert["text"]
 
 
-def test_cancel_tag_offline_is_refused(corpus: Path, tmp_path: Path) -> None:
+def test_cancel_tag_offline_is_refused(corpus, tmp_path):
     run = tmp_path / "run"
     process = start(corpus, run, *SMALL, "wandb.mode=offline", "wandb.cancel_tag=true")
     output = process.finish(2)
     (line,) = output.splitlines()
-    assert line.startswith(
-        "error: wandb.cancel_tag=true needs wandb online, but its mode is offline"
-    )
+    error = "error: wandb.cancel_tag=true needs wandb online, but its mode is offline"
+    assert line.startswith(error)
     assert not run.exists()

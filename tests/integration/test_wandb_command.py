@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from runs.command import ROOT, changes, metrics, refusal_of, snapshot, tool, train
+from runs.command import ROOT, changes, metrics, refusal_of, snapshot, success_of, tool, train
 from runs.written import write_run
 from wandb_file import OfflineRun
 from wandb_server import HISTORY, StoredRun
@@ -18,7 +18,7 @@ from diffllm.training.run_directory import RunDirectory
 
 
 @pytest.fixture
-def environment_without_wandb(environment: dict[str, str], tmp_path: Path) -> dict[str, str]:
+def environment(environment: dict[str, str], tmp_path: Path) -> dict[str, str]:
     """Return the environment of commands without variables of wandb."""
     others = {name: value for name, value in environment.items() if not name.startswith("WANDB_")}
     return others | {"HOME": str(tmp_path), "WANDB_ERROR_REPORTING": "false"}
@@ -31,16 +31,14 @@ VARIABLES = {
 
 
 @pytest.mark.slow
-def test_command_writes_same_offline_run_as_training(tmp_path, tiny, environment_without_wandb):
+def test_command_writes_same_offline_run_as_training(tmp_path, tiny, environment):
     """The command runs in a shell without the variables of training."""
     words = [*tiny, "wandb.mode=offline", "wandb.tags=[mine]", "run.name=a"]
-    assert train(words, tmp_path, environment_without_wandb | VARIABLES).code == 0
+    assert train(words, tmp_path, environment | VARIABLES).code == 0
     run = tmp_path / "outputs" / "a"
     training = OfflineRun(run)
     before = snapshot(run)
-    done = tool(
-        ["wandb", "run=outputs/a", "mode=offline", "--json"], tmp_path, environment_without_wandb
-    )
+    done = tool(["wandb", "run=outputs/a", "mode=offline", "--json"], tmp_path, environment)
     assert done.code == 0, done.err
     assert "; `wandb sync outputs/a/wandb/offline-run-" in done.err
     for line in changes(before, snapshot(run)):
@@ -64,20 +62,15 @@ def test_command_writes_same_offline_run_as_training(tmp_path, tiny, environment
 
     (written,) = json.loads(done.out)["runs"]
     assert written["run"] == "outputs/a"
-    assert (written["id"], written["lines"], written["replaces"]) == (
-        content.header.run_id,
-        4,
-        None,
-    )
+    assert (written["id"], written["lines"]) == (content.header.run_id, 4)
+    assert written["replaces"] is None
     assert (tmp_path / written["directory"]) == content.path.parent
 
 
-def test_command_writes_older_run_with_names_of_computed_values_of_this_version(
-    tmp_path, environment_without_wandb
-):
+def test_command_writes_older_run_with_current_names_of_computed_values(tmp_path, environment):
     run = shutil.copytree(ROOT / "tests/data_files/made_before/runs/run", tmp_path / "run")
     before = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["run"]
-    assert tool(["wandb", "run=run", "mode=offline"], tmp_path, environment_without_wandb).code == 0
+    assert tool(["wandb", "run=run", "mode=offline"], tmp_path, environment).code == 0
     config = OfflineRun(run).config
     assert config["resolved"]["choices"] == before["choices"]
     assert "choices" not in config["run"]
@@ -89,48 +82,39 @@ def wandb_summary(run: OfflineRun) -> dict[str, object]:
 
 def offline(run: Path, environment: dict[str, str], *words: str) -> OfflineRun:
     """Call `diffllm wandb mode=offline`; return the new offline run."""
-    done = tool(["wandb", f"run={run}", "mode=offline", *words], run.parent, environment)
-    assert done.code == 0, done.err
+    success_of(tool(["wandb", f"run={run}", "mode=offline", *words], run.parent, environment))
     return OfflineRun(run)
 
 
 @pytest.mark.slow
-def test_command_writes_logged_steps_and_same_id_of_run_without_run_json(
-    tmp_path, environment_without_wandb
-):
+def test_command_writes_logged_steps_and_same_id_of_run_without_run_json(tmp_path, environment):
     run = write_run(tmp_path / "old", "attention=gated")
     (run / "run.json").unlink()
-    first = offline(run, environment_without_wandb)
+    first = offline(run, environment)
     assert first.history == metrics(run)
-    second = offline(run, environment_without_wandb, "project=moved", "entity=team")
+    second = offline(run, environment, "project=moved", "entity=team")
     assert second.header.run_id == first.header.run_id
     assert (second.header.project, second.header.entity) == ("moved", "team")
     assert second.history == first.history
 
 
 @pytest.mark.slow
-def test_command_marks_diverged_run_as_failed_and_gives_unfinished_run_no_summary(
-    tmp_path, environment_without_wandb
-):
+def test_command_marks_diverged_run_as_failed_and_unfinished_run_not(tmp_path, environment):
     reason = {"stopped": "too many skipped updates", "diverged": True}
-    diverged = offline(
-        write_run(tmp_path / "a", "attention=gated", summary=reason), environment_without_wandb
-    )
+    diverged = offline(write_run(tmp_path / "a", "attention=gated", summary=reason), environment)
     assert diverged.summary["stopped"] == "too many skipped updates"
     assert diverged.of_kind("exit")[0].exit_code == 1
-    unfinished = offline(
-        write_run(tmp_path / "b", "attention=gated", loss=None), environment_without_wandb
-    )
+    unfinished = offline(write_run(tmp_path / "b", "attention=gated", loss=None), environment)
     assert unfinished.of_kind("exit")[0].exit_code == 0
     assert "heldout_loss" not in unfinished.summary
 
 
-def test_command_on_directory_of_runs_skips_unusable_run(tmp_path, environment_without_wandb):
+def test_command_on_directory_of_runs_skips_unusable_run(tmp_path, environment):
     for name in ("a", "b", "c"):
         write_run(tmp_path / "s" / name, "attention=gated")
     (tmp_path / "s" / "b" / "metrics.jsonl").unlink()
     words = ["wandb", "s", "mode=offline", "--json"]
-    done = tool(words, tmp_path, environment_without_wandb)
+    done = tool(words, tmp_path, environment)
     assert done.code == 1
     content = json.loads(done.out)
     assert [written["run"] for written in content["runs"]] == ["s/a", "s/c"]
@@ -139,13 +123,12 @@ def test_command_on_directory_of_runs_skips_unusable_run(tmp_path, environment_w
 
 
 @pytest.mark.slow
-def test_command_in_directory_of_sweep_or_run_uses_its_name(tmp_path, environment_without_wandb):
+def test_command_in_directory_of_sweep_or_run_uses_its_name(tmp_path, environment):
     sweep = tmp_path / "s"
     for name in ("standard", "gated"):
         write_run(sweep / name, f"attention={name}")
     for place, word, tags in ((sweep, "sweep=.", ["s"]), (sweep / "gated", "run=.", [])):
-        done = tool(["wandb", word, "mode=offline"], place, environment_without_wandb)
-        assert done.code == 0, done.err
+        success_of(tool(["wandb", word, "mode=offline"], place, environment))
         header = OfflineRun(place).header
         assert (header.display_name, [*header.tags]) == (place.name, tags)
 
@@ -163,14 +146,12 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("words", "variables", "message"), REFUSED)
-def test_command_refuses_bad_input_and_writes_nothing(
-    tmp_path, environment_without_wandb, words, variables, message
-):
+def test_command_refuses_bad_input_without_writes(tmp_path, environment, words, variables, message):
     for name in ("a", "empty"):
         write_run(tmp_path / name, "attention=gated")
     (tmp_path / "empty" / "metrics.jsonl").write_text("", encoding="utf-8")
     (tmp_path / "foreign").mkdir()
-    done = tool(["wandb", *words], tmp_path, environment_without_wandb | variables)
+    done = tool(["wandb", *words], tmp_path, environment | variables)
     line = refusal_of(done)
     assert re.search(message, line), line
     assert not list(tmp_path.glob("*/wandb/*run-*"))
@@ -178,15 +159,13 @@ def test_command_refuses_bad_input_and_writes_nothing(
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("mode", ["online", "shared", "offline", "disabled"])
-def test_command_on_run_in_training_depends_on_wandb_mode_of_run(
-    tmp_path, environment_without_wandb, mode
-):
+def test_command_on_run_in_training_depends_on_wandb_mode_of_run(tmp_path, environment, mode):
     facts = {"wandb_id": "x", "environment": {"variables": {"WANDB_MODE": mode}}}
     run = write_run(tmp_path / "a", "attention=gated", facts=facts)
     log = tmp_path / "a" / "wandb" / "offline-run-20260101_000000-x"
     log.mkdir(parents=True)
     directory = RunDirectory(run, load_run_config(run))
-    done = tool(["wandb", "run=a", "mode=offline", "--json"], tmp_path, environment_without_wandb)
+    done = tool(["wandb", "run=a", "mode=offline", "--json"], tmp_path, environment)
     directory.lock.release()
     if mode in ("online", "shared"):
         assert "a is in training and logs online; wait until it ends" in refusal_of(done)
@@ -204,16 +183,13 @@ def history_steps(stored: StoredRun) -> list[int]:
 
 
 @pytest.mark.slow
-def test_online_command_repairs_run_and_gaps_with_new_wandb_runs(
-    tmp_path, environment_without_wandb, wandb_server
-):
+def test_online_command_repairs_runs_and_gaps_with_new_runs(tmp_path, environment, wandb_server):
     sweep = tmp_path / "s"
     for name in ("standard", "gated"):
         write_run(sweep / name, f"attention={name}", facts={"wandb_id": name})
     words = ["wandb", "sweep=s", "mode=online", "--json"]
-    variables = environment_without_wandb | wandb_server.variables(tmp_path)
-    first = tool(words, tmp_path, variables)
-    assert first.code == 0, first.err
+    variables = environment | wandb_server.variables(tmp_path)
+    success_of(tool(words, tmp_path, variables))
     gaps = (sweep / ".wandb-id").read_text(encoding="utf-8").strip()
     assert {*wandb_server.runs} == {"standard", "gated", gaps}
     assert wandb_server.runs["gated"].facts["groupName"] == "gated"
@@ -223,8 +199,7 @@ def test_online_command_repairs_run_and_gaps_with_new_wandb_runs(
 
     lines = wandb_server.runs["gated"].files[HISTORY]
     wandb_server.runs["gated"].files[HISTORY] = damaged = [lines[0], lines[0], lines[2]]
-    second = tool(words, tmp_path, variables)
-    assert second.code == 0, second.err
+    second = success_of(tool(words, tmp_path, variables))
     content = json.loads(second.out)
     for written in content["runs"] + content["gaps"]:
         former = gaps if written["run"] == "s" else Path(written["run"]).name
@@ -255,11 +230,9 @@ REFUSALS = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("operation", "status", "message", "advice"), REFUSALS)
 def test_command_with_refusing_server_fails_with_advice(
-    tmp_path, environment_without_wandb, wandb_server, operation, status, message, advice
+    tmp_path, environment, wandb_server, operation, status, message, advice
 ):
-    variables = (
-        environment_without_wandb | wandb_server.variables(tmp_path) | {"WANDB_INIT_TIMEOUT": "3"}
-    )
+    variables = environment | wandb_server.variables(tmp_path) | {"WANDB_INIT_TIMEOUT": "3"}
     if operation:
         wandb_server.refusals[operation] = (status, message)
     else:

@@ -106,9 +106,7 @@ SIGNALS = (signal.SIGUSR1, signal.SIGUSR1, signal.SIGUSR1)
         ("then online", KILLS),
     ],
 )
-def test_history_has_each_step_once_after_three_stops(
-    server: WandbServer, corpus: Path, tmp_path: Path, mode: str, numbers: tuple[int | None, ...]
-) -> None:
+def test_history_has_each_step_once_after_three_stops(server, corpus, tmp_path, mode, numbers):
     """The first kill precedes the first checkpoint; SIGUSR1 lets a scheduler requeue the run."""
     run = tmp_path / "run"
     words = ONLINE if mode == "online" else OFFLINE
@@ -129,12 +127,8 @@ def test_history_has_each_step_once_after_three_stops(
 
 @pytest.mark.parametrize("earlier_steps", [0, 16])
 def test_offline_run_has_all_steps_if_server_is_away_at_start(
-    server: WandbServer,
-    corpus: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    earlier_steps: int,
-) -> None:
+    server, corpus, tmp_path, monkeypatch, earlier_steps
+):
     """A resumed start gets a new wandb run, because the server cannot tell its last step."""
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "3")
     run = tmp_path / "run"
@@ -155,9 +149,7 @@ def test_offline_run_has_all_steps_if_server_is_away_at_start(
         assert_unfinished(stored, earlier_steps + 1)
 
 
-def test_offline_start_of_online_run_begins_new_wandb_run(
-    server: WandbServer, corpus: Path, tmp_path: Path
-) -> None:
+def test_offline_start_of_online_run_begins_new_wandb_run(server, corpus, tmp_path):
     run = tmp_path / "run"
     run_until(server, corpus, run, 17, *ONLINE)
     first = wandb_id(run)
@@ -169,9 +161,7 @@ def test_offline_start_of_online_run_begins_new_wandb_run(
     assert_unfinished(server.runs[first], 17)
 
 
-def test_run_uploads_steps_of_time_without_server(
-    server: WandbServer, corpus: Path, tmp_path: Path
-) -> None:
+def test_run_uploads_steps_of_time_without_server(server, corpus, tmp_path):
     run = tmp_path / "run"
     gates = [Gate(run, step) for step in (8, 24)]
     process = start(corpus, run, *ONLINE)
@@ -187,9 +177,7 @@ def test_run_uploads_steps_of_time_without_server(
 
 
 @pytest.mark.parametrize("step", [4, 17])
-def test_resume_with_changed_settings_begins_new_wandb_run(
-    server: WandbServer, corpus: Path, tmp_path: Path, step: int
-) -> None:
+def test_resume_with_changed_settings_begins_new_wandb_run(server, corpus, tmp_path, step):
     """The new wandb run stays in use after a kill before the next checkpoint."""
     run = tmp_path / "run"
     run_until(server, corpus, run, step, *ONLINE)
@@ -206,9 +194,7 @@ def test_resume_with_changed_settings_begins_new_wandb_run(
     assert_history_complete(server, run)
 
 
-def test_resume_after_repair_continues_newest_wandb_run(
-    server: WandbServer, corpus: Path, tmp_path: Path
-) -> None:
+def test_resume_after_repair_continues_newest_wandb_run(server, corpus, tmp_path):
     run = tmp_path / "run"
     run_until(server, corpus, run, 17, *ONLINE)
     former = server.runs[wandb_id(run)]
@@ -228,9 +214,7 @@ def main_without_wait(fault: Fault, words: list[str]) -> int:
     return planted_train.main(fault, words)
 
 
-def test_late_refusal_of_wandb_records_id_of_offline_run(
-    server: WandbServer, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_late_refusal_of_wandb_records_id_of_offline_run(server, corpus, tmp_path, monkeypatch):
     """wandb/ of the online start is deleted; the server refuses after the wait for wandb."""
     run = tmp_path / "run"
     run_until(server, corpus, run, 17, *ONLINE)
@@ -246,9 +230,7 @@ def test_late_refusal_of_wandb_records_id_of_offline_run(
     assert_history_complete(server, run)
 
 
-def test_resume_from_checkpoint_of_other_run_has_own_history(
-    server: WandbServer, corpus: Path, tmp_path: Path
-) -> None:
+def test_resume_from_checkpoint_of_other_run_has_own_history(server, corpus, tmp_path):
     """The other run keeps its history, also if the new run is killed before its checkpoint."""
     source, run = tmp_path / "source", tmp_path / "run"
     run_until(server, corpus, source, 17, *ONLINE)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from runs.command import Gate, descendants, finish, metrics, start, train, unfinish
+from runs.command import Gate, descendants, finish, metrics, start, success_of, train, unfinish
 from runs.json_files import read_json, write_json
 from wandb.proto.wandb_internal_pb2 import RunRecord
 from wandb_file import OfflineRun, covers
@@ -143,8 +143,7 @@ def wandb_sweep(tmp_path_factory, tiny, environment):
     """Return the directory of a finished sweep, outputs/s in the directory of its command."""
     place = tmp_path_factory.mktemp("swept")
     words = sweep_words(tiny, "standard,diff_v2", "1e-3,3e-3", "0,1")
-    done = train(words, place, environment)
-    assert done.code == 0, done.err
+    success_of(train(words, place, environment))
     return place / "outputs" / "s"
 
 
@@ -165,16 +164,11 @@ def test_groups_of_sweep_in_wandb_are_rows_of_report(wandb_sweep):
 
 
 @pytest.mark.slow
-def test_resumed_runs_of_extended_sweep_keep_recorded_groups(
-    wandb_sweep, tmp_path, tiny, environment
-):
+def test_resumed_runs_of_extended_sweep_keep_their_groups(wandb_sweep, tmp_path, tiny, environment):
     sweep = shutil.copytree(wandb_sweep, tmp_path / "outputs" / "s")
     first_steps = "diff_v2-lr0.001-seed1"  # killed before its first checkpoint
-    recorded = {
-        "diff_v2-lr0.001-seed0": "a group",
-        "diff_v2-lr0.003-seed0": None,
-        first_steps: "another group",
-    }
+    recorded = {"diff_v2-lr0.001-seed0": "a group", first_steps: "another group"}
+    recorded["diff_v2-lr0.003-seed0"] = None
     for name, group in recorded.items():
         file = sweep / name / "run.json"
         facts = read_json(file)
@@ -189,8 +183,7 @@ def test_resumed_runs_of_extended_sweep_keep_recorded_groups(
     shutil.rmtree(sweep / first_steps / "checkpoints")
     (sweep / first_steps / "saved.json").unlink()
     words = sweep_words(tiny, "diff_v2", "1e-3,3e-3,1e-2", "0,1")
-    done = train(words, tmp_path, environment)
-    assert done.code == 0, done.err
+    success_of(train(words, tmp_path, environment))
     runs = [sweep / f"diff_v2-lr{lr}-seed0" for lr in ("0.001", "0.003", "0.01")]
     groups = [header.run_group for header in headers(*runs)]
     assert groups == ["a group", "diff_v2", "diff_v2 lr=0.01"]
@@ -199,12 +192,9 @@ def test_resumed_runs_of_extended_sweep_keep_recorded_groups(
 
 
 @pytest.mark.slow
-def test_runs_of_sweep_share_group_variable_and_have_different_names_and_ids(
-    tmp_path, tiny, environment
-):
+def test_runs_of_sweep_share_group_variable_and_differ_in_name_and_id(tmp_path, tiny, environment):
     words = ["-m", *tiny, "attention=standard,gated", "run.sweep=s", "wandb.mode=offline"]
-    done = train(words, tmp_path, environment | SHARED)
-    assert done.code == 0, done.err
+    success_of(train(words, tmp_path, environment | SHARED))
     sweep = tmp_path / "outputs" / "s"
     found = headers(sweep / "standard", sweep / "gated", sweep)
     assert [header.display_name for header in found] == ["standard", "gated", "s"]

@@ -11,6 +11,7 @@ from runs.command import (
     finish,
     metric_lines,
     overrides_of,
+    success_of,
     train,
     unfinish,
 )
@@ -108,17 +109,14 @@ def test_training_from_weights_of_run_matches_training_from_export(corpus, sourc
     assert "weights" in read_json(tmp_path / "export" / "run.json")
 
 
-def test_resume_from_weights_uses_saved_model_config_by_default(
-    environment, corpus, sources, tmp_path
-):
+def test_run_from_weights_has_saved_model_config_by_default(environment, corpus, sources, tmp_path):
     words = [
         f"resume=weights:{sources['export']}", f"data.paths=[{corpus}]", *WORDS, *STILL,
         f"data.cache_dir={corpus.parent / 'cache'}", "seq_len=64", "global_batch_size=8",
         "eval.sequences=4", "eval.tokens=200", "wandb.mode=disabled", "run.report=false",
         f"run.dir={tmp_path / 'run'}",
     ]  # fmt: skip
-    ended = train(words, tmp_path, environment)
-    assert ended.code == 0, ended
+    ended = success_of(train(words, tmp_path, environment))
     assert heldout(tmp_path / "run") == pytest.approx(heldout(sources["run"]), abs=1e-5)
     assert "differs:" not in ended.out
     assert "standard / hf: " in ended.out

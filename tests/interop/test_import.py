@@ -94,14 +94,11 @@ def test_import_reads_sharded_files_and_bf16_parameters(tmp_path, tokenizer, opt
     torch.testing.assert_close(ours(IDS), theirs(IDS).logits, rtol=0, atol=2e-5)
 
 
-def test_commands_print_model_name_and_unknown_corpus_of_imported_run(
-    tmp_path, tokenizer, output_of
-):
+def test_commands_print_name_and_unknown_corpus_of_imported_run(tmp_path, tokenizer, output_of):
     save_foreign_model("llama", tmp_path / "my llama", tokenizer)
     run, two = tmp_path / "run", tmp_path / "two"
-    assert "my-llama: 0.08M parameters, standard" in output_of(
-        "import", f"hf={tmp_path / 'my llama'}", f"out={run}"
-    )
+    imported = output_of("import", f"hf={tmp_path / 'my llama'}", f"out={run}")
+    assert "my-llama: 0.08M parameters, standard" in imported
     assert main(["import", f"hf={run}", f"out={two}", "attention=diff_v2"]) == 0
     for path in (run, two):
         assert load_run_config(path).resolved.choices["model"] == "my-llama"
@@ -183,9 +180,7 @@ def test_conversion_from_standard_to_diff_v2_and_back_keeps_logits(make_run, tmp
     "name", slow_but(["lambda_scalar"], ["lambda_fixed", "lambda_scalar", "no_lambda"])
 )
 @torch.no_grad()
-def test_conversion_from_diff_v2_to_standard_keeps_logits_if_lambda_is_constant(
-    make_run, tmp_path, name
-):
+def test_conversion_to_standard_keeps_logits_if_lambda_is_constant(make_run, tmp_path, name):
     words = ["model.attention.pairing=halves"] if name == "lambda_scalar" else []
     run = make_run(name, f"attention=diff_v2_{name}", *words)
     assert main(["import", f"hf={run}", f"out={tmp_path / 'out'}", "attention=standard"]) == 0
@@ -265,9 +260,7 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("what", slow_but(["rope", "missing", "cut", "pickle"], SPOILT))
-def test_import_of_damaged_model_directory_prints_a_single_error_line(
-    tmp_path, tokenizer, error_of, what
-):
+def test_import_of_damaged_model_prints_one_error_line(tmp_path, tokenizer, error_of, what):
     source = tmp_path / "hf"
     save_foreign_model("llama", source, tokenizer)
     spoil, said = SPOILT[what]
@@ -277,14 +270,11 @@ def test_import_of_damaged_model_directory_prints_a_single_error_line(
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
 
 
-def test_import_refuses_tokenizer_larger_than_model_vocabulary(
-    tmp_path, tokenizer, error_of, monkeypatch
-):
+def test_import_refuses_tokenizer_larger_than_model(tmp_path, tokenizer, error_of, monkeypatch):
     monkeypatch.setitem(SMALL, "vocab_size", 300)
     save_foreign_model("llama", tmp_path / "hf", tokenizer)
-    assert "400 tokens, but vocab_size in config.json is 300" in error_of(
-        "import", f"hf={tmp_path / 'hf'}", f"out={tmp_path / 'out'}"
-    )
+    error = error_of("import", f"hf={tmp_path / 'hf'}", f"out={tmp_path / 'out'}")
+    assert "400 tokens, but vocab_size in config.json is 300" in error
 
 
 def test_import_prints_error_for_invalid_arguments(make_run, tmp_path, error_of):

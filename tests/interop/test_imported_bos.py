@@ -76,9 +76,7 @@ def test_imported_model_continues_prompts_like_transformers(model_directory, tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_directory", ["bos"], indirect=True)
-def test_run_from_imported_weights_prints_note_that_data_has_no_bos(
-    model_directory, tmp_path, capfd
-):
+def test_run_from_imported_weights_notes_that_data_has_no_bos(model_directory, tmp_path, capfd):
     imported, corpus = tmp_path / "imported", tmp_path / "corpus.txt"
     assert main(["import", f"hf={model_directory}", f"out={imported}"]) == 0
     corpus.write_text("".join(f"{line}, {i}\n" for i in range(40) for line in LINES[:20]), "utf-8")

@@ -149,10 +149,8 @@ def test_lm_eval_scores_of_export_match_scores_of_run(make_run, tmp_path, varian
         assert likelihoods == pytest.approx(choice_scores(model, tokenizer, row), abs=1e-3)
     for row, line in zip(ROWS["ended"], found["ended"], strict=True):
         (answer,) = line["filtered_resps"]
-        ids, start = (
-            tokenizer.encode(row["question"] + row["end"]),
-            tokenizer.encode(row["question"]),
-        )
+        start = tokenizer.encode(row["question"])
+        ids = tokenizer.encode(row["question"] + row["end"])
         expected = log_likelihood(model, ids, len(start))
         assert float(answer[0]) == pytest.approx(expected, abs=1e-3)
     for row, line in zip(ROWS["texts"], found["texts"], strict=True):

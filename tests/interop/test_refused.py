@@ -34,9 +34,8 @@ def test_export_command_prints_error_for_invalid_arguments(make_run, tmp_path, e
     ):
         assert said in error_of("export", *words)
     (run / "tokenizer.model").write_bytes(b"no model")
-    assert "tokenizer.model: not a valid sentencepiece model" in error_of(
-        "export", f"run={run}", out
-    )
+    error = error_of("export", f"run={run}", out)
+    assert "tokenizer.model: not a valid sentencepiece model" in error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "run"]
 
 

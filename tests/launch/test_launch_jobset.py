@@ -1,11 +1,9 @@
 """launch/jobset.yaml: the command of its pods, and consistent numbers."""
 
-import subprocess
 from pathlib import Path
 
 import yaml
-from processes import PATIENCE_S
-from runs.command import ROOT
+from runs.command import ROOT, command, success_of
 from runs.json_files import read_json
 from test_launch_torchrun import AWKWARD, RECORD, environment_with, fake
 
@@ -31,13 +29,7 @@ def test_jobset_pod_passes_every_argument_to_torchrun(tmp_path: Path) -> None:
     env = {entry["name"]: entry["value"] for entry in pod["env"]}
     seen = tmp_path / "seen.json"
     words = [*pod["command"], *pod["args"], *AWKWARD]
-    done = subprocess.run(
-        words,
-        env=environment_with(tmp_path / "bin", SEEN=str(seen), **env),
-        cwd=ROOT,
-        timeout=PATIENCE_S,
-    )
-    assert done.returncode == 0
+    success_of(command(words, ROOT, environment_with(tmp_path / "bin", SEEN=str(seen), **env)))
     heard = read_json(seen)
     given = heard[heard.index("train") + 1 :]
     assert given == [f"run.dir={env['RUN_DIR']}", *pod["args"], *AWKWARD]

@@ -36,11 +36,7 @@ def job_calls(
     done = subprocess.run(["bash", SCRIPT, *words], env=env, cwd=directory, timeout=PATIENCE_S)
     asked = directory / "scontrol.json"
     scontrol = read_json(asked) if asked.exists() else None
-    return (
-        done.returncode,
-        read_json(directory / "srun.json"),
-        scontrol,
-    )
+    return (done.returncode, read_json(directory / "srun.json"), scontrol)
 
 
 def test_slurm_script_passes_config_overrides_unchanged(tmp_path):
@@ -62,9 +58,7 @@ def test_slurm_script_passes_config_overrides_unchanged(tmp_path):
         (0, True, "", False),
     ],
 )
-def test_slurm_script_requeues_job_only_if_requeue_marker_exists(
-    tmp_path, code, marker, state, requeued
-):
+def test_slurm_script_requeues_job_only_if_marker_exists(tmp_path, code, marker, state, requeued):
     exit_code, _, scontrol = job_calls(tmp_path, code=code, marker=marker, state=state)
     assert exit_code == code
     assert scontrol == (["requeue", "77"] if requeued else None)

@@ -100,9 +100,7 @@ def test_torchrun_script_uses_rendezvous_endpoint_only_for_several_nodes(tmp_pat
         ("slurm.sbatch", False, "submit it: sbatch {script} a\\ b=1"),
     ],
 )
-def test_launch_script_starts_no_process_if_requirement_is_missing(
-    tmp_path, script, installed, message
-):
+def test_script_starts_no_process_if_requirement_is_missing(tmp_path, script, installed, message):
     seen, script = tmp_path / "seen", SCRIPT.with_name(script)
     for name in ["srun", *["torchrun"] * installed]:
         fake(tmp_path / "bin", name, RECORD)
@@ -126,9 +124,7 @@ def test_launch_script_starts_no_process_if_requirement_is_missing(
         (143, False, True, 143),
     ],
 )
-def test_torchrun_script_exits_with_75_only_if_requeue_marker_exists(
-    tmp_path, code, marker, named, expected
-):
+def test_torchrun_script_returns_75_only_if_marker_exists(tmp_path, code, marker, named, expected):
     fake(tmp_path / "bin", "torchrun", f"{RECORD}raise SystemExit({code})\n")
     run, seen = tmp_path / "a run", tmp_path / "seen"
     run.mkdir()
@@ -192,11 +188,8 @@ def test_workers_save_checkpoint_after_signal_to_torchrun_script(tmp_path):
 
 def test_torchrun_ends_if_script_receives_signal_before_workers_start(tmp_path):
     """For example during the wait for other nodes."""
-    fake(
-        tmp_path / "bin",
-        "torchrun",
-        "import os, time; open(os.environ['SEEN'], 'w').close(); time.sleep(3600)\n",
-    )
+    waiting = "import os, time; open(os.environ['SEEN'], 'w').close(); time.sleep(3600)\n"
+    fake(tmp_path / "bin", "torchrun", waiting)
     seen = tmp_path / "seen"
     env = environment_with(tmp_path / "bin", SEEN=str(seen))
     process = subprocess.Popen([SCRIPT], env=env, stdout=subprocess.PIPE, encoding="utf-8")

@@ -398,20 +398,10 @@ def command_line(corpus: Path, run: Path, *overrides: str, ranks: int = 1) -> li
 def overrides_of(corpus: Path, run: Path, *more: str) -> list[str]:
     """Return overrides that make a run small, and more overrides."""
     return [
-        "data=files",
-        f"data.paths=[{corpus}]",
-        f"data.cache_dir={corpus.parent / 'cache'}",
-        "model=tiny",
-        "model.vocab_size=512",
-        "data.vocab_size=300",
-        "seq_len=64",
-        "global_batch_size=8",
-        "optim.warmup_steps=5",
-        "eval.sequences=4",
-        "eval.tokens=200",
-        "wandb.mode=disabled",
-        "run.report=false",
-        f"run.dir={run}",
+        *("data=files", f"data.paths=[{corpus}]", f"data.cache_dir={corpus.parent / 'cache'}"),
+        *("model=tiny", "model.vocab_size=512", "data.vocab_size=300", "seq_len=64"),
+        *("global_batch_size=8", "optim.warmup_steps=5", "eval.sequences=4", "eval.tokens=200"),
+        *("wandb.mode=disabled", "run.report=false", f"run.dir={run}"),
         *more,
     ]
 
@@ -467,6 +457,12 @@ def the_error(text: str) -> str:
     lines = [line for line in text.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, text
     return lines[0]
+
+
+def success_of(result: Result) -> Result:
+    """Return the result of a command, which must have exited with code 0."""
+    assert result.code == 0, result
+    return result
 
 
 def refusal_of(result: Result) -> str:

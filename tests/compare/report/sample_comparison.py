@@ -150,18 +150,15 @@ def in_block(variant: str, t: float, rng: np.random.Generator, probes: bool) -> 
 def comparison_of(variants: tuple[str, ...], seeds: int, n: int = 200, probes: bool = False):
     """Return a comparison with a row per variant, and gaps to the first row."""
     runs = [run_of(v, seed, n, probes=probes) for v in variants for seed in range(seeds)]
-    title = (
-        " against ".join((", ".join(variants[1:]), variants[0])) if variants[1:] else variants[0]
-    )
-    return compare(runs, variants[0] if variants[1:] else None, title)
+    base, *others = variants
+    title = f"{', '.join(others)} against {base}" if others else base
+    return compare(runs, base if others else None, title)
 
 
 def incomparable() -> Comparison:
     """Return rows of different numbers of steps, one row with an unfinished run."""
-    long, short = (
-        [run_of("standard", s, 80) for s in (0, 1)],
-        run_of("diff_v2", 0, 40, finished=False),
-    )
+    long = [run_of("standard", seed, 80) for seed in (0, 1)]
+    short = run_of("diff_v2", 0, 40, finished=False)
     return compare([*long, short], title="diff_v2 against standard")
 
 

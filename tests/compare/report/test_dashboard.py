@@ -240,9 +240,8 @@ def test_real_client_saves_file_and_repeated_command_replaces_both_views(
 ):
     addresses = []
     for _ in range(2):
-        addresses.append(
-            output_of("dashboard", f"sweep={logged_sweep}", "mode=online").splitlines()[-2:]
-        )
+        output = output_of("dashboard", f"sweep={logged_sweep}", "mode=online")
+        addresses.append(output.splitlines()[-2:])
         written = dashboard_of(logged_sweep)
         assert len(dashboard_server.views) == 2
         for content in written.values():
@@ -254,9 +253,8 @@ def test_real_client_saves_file_and_repeated_command_replaces_both_views(
     assert addresses[0] == addresses[1]
     workspace, report = addresses[0]
     assert workspace.startswith(f"workspace: {dashboard_server.address}/team/diffllm?nw=")
-    assert report.startswith(
-        f"report: {dashboard_server.address}/team/diffllm/reports/diffllm-swept--"
-    )
+    reports = f"{dashboard_server.address}/team/diffllm/reports"
+    assert report.startswith(f"report: {reports}/diffllm-swept--")
 
 
 @pytest.mark.slow
@@ -298,9 +296,8 @@ def test_runs_without_wandb_or_in_several_projects_are_refused(logged_sweep, mon
         ("WANDB_ENTITY", "team", "diffllm, team/diffllm"),
     ):
         edit_json(facts, environment={"variables": {name: value}})
-        assert f"in several wandb projects ({projects}); name runs" in error_of(
-            "dashboard", logged_sweep
-        )
+        error = error_of("dashboard", logged_sweep)
+        assert f"in several wandb projects ({projects}); name runs" in error
     assert main(["dashboard", str(logged_sweep), "entity=team"]) == 0
     edit_json(facts, environment={})
     monkeypatch.setenv("WANDB_MODE", "disabled")

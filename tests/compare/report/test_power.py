@@ -105,9 +105,7 @@ def test_power_command_reports_excluded_pilot_runs(power, tmp_path):
         (["pilot=@same", "gap=0.1"], "have the same loss"),
     ],
 )
-def test_power_command_prints_single_error_line_for_invalid_arguments(
-    power, tmp_path, words, error
-):
+def test_power_command_prints_one_error_line_for_invalid_arguments(power, tmp_path, words, error):
     name = next((word.partition("@")[2] for word in words if "@" in word), "")
     losses = {
         "two": [4.0, 4.1], "one": [4.0], "unfinished": [None, None], "same": [4.0, 4.0],

@@ -169,9 +169,7 @@ def write_timed(path, variant, steps, step_seconds, seed=0, **facts):
         (0.125, {"flops_per_token": 2.5e6}, {"flops", "seconds"}),
     ],
 )
-def test_runs_of_a_study_are_compared_at_equal_seconds_of_one_machine(
-    tmp_path, step_seconds, facts, equal
-):
+def test_runs_of_study_are_compared_at_seconds_of_one_machine(tmp_path, step_seconds, facts, equal):
     write_timed(tmp_path / "a", "standard", 100, 0.1)
     write_timed(tmp_path / "b", "gated", 80, step_seconds, **facts)
     comparison = compare(runs_in(tmp_path))

@@ -151,9 +151,7 @@ def test_report_command_accepts_output_directory_and_baseline(two_sweeps, output
         (["cmp1", "out=/proc/none"], ["/proc/none", "out=DIR"]),
     ],
 )
-def test_report_command_prints_single_error_line_for_invalid_argument(
-    two_sweeps, error_of, words, parts
-):
+def test_report_prints_one_error_line_for_invalid_argument(two_sweeps, error_of, words, parts):
     before = files(two_sweeps)
     error = error_of("report", *words)
     assert all(part in error for part in parts), error

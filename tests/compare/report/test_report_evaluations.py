@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from report_pages import csv_rows, undrawn_page
-from runs.written import write_run
+from runs.written import edit_text, write_run
 
 from diffllm.compare.report.comparison import Comparison, read
 from diffllm.compare.report.page_tables import score_table
@@ -55,13 +55,12 @@ def compared(runs: Path) -> Comparison:
     return read([runs])[0]
 
 
-def test_report_contains_mean_score_for_each_needle_depth(copied_runs: Path) -> None:
+def test_report_contains_mean_score_for_each_needle_depth(copied_runs):
     for variant, shares in {"standard": (0.2, 0.4, 0.3), "diff_v2": (0.5, 0.4, 0.6)}.items():
         for seed, share in enumerate(shares):
             depths = {"0.25": share, "0.75": 1.0}
-            write_result(
-                copied_runs / f"{variant}{seed}", score("512", 0.7, by_depth=depths), name="needle"
-            )
+            needle = score("512", 0.7, by_depth=depths)
+            write_result(copied_runs / f"{variant}{seed}", needle, name="needle")
     comparison = compared(copied_runs)
     (needle,) = (each for each in comparison.evaluated if each.name == "needle")
     assert [line.name for line in needle.parts] == ["512, depth 0.25", "512, depth 0.75"]
@@ -71,7 +70,7 @@ def test_report_contains_mean_score_for_each_needle_depth(copied_runs: Path) -> 
     assert "512, depth 0.75" in undrawn_page(comparison)
 
 
-def test_mean_and_gap_of_each_evaluation_score_match_reference(copied_runs: Path) -> None:
+def test_mean_and_gap_of_each_evaluation_score_match_reference(copied_runs):
     (mqar,) = compared(copied_runs).evaluated
     assert (mqar.name, mqar.unit) == ("mqar", SHARE)
     assert [line.name for line in mqar.lines] == ["mean of all levels", "pairs 4", "pairs 8"]
@@ -88,7 +87,7 @@ def test_mean_and_gap_of_each_evaluation_score_match_reference(copied_runs: Path
     assert of_all.mean.mean == pytest.approx(sum(means) / 3)
 
 
-def test_report_page_and_csv_file_contain_evaluation_score_gaps(copied_runs: Path) -> None:
+def test_report_page_and_csv_file_contain_evaluation_score_gaps(copied_runs):
     comparison = compared(copied_runs)
     html = undrawn_page(comparison)
     assert "Evaluations" in html
@@ -102,9 +101,7 @@ def test_report_page_and_csv_file_contain_evaluation_score_gaps(copied_runs: Pat
     assert float(second["mqar: pairs 8, gap_low"]) < float(second["mqar: pairs 8, gap_high"])
 
 
-def test_report_excludes_evaluation_result_if_step_differs_from_other_runs(
-    copied_runs: Path,
-) -> None:
+def test_report_excludes_evaluation_result_if_step_differs_from_other_runs(copied_runs):
     run = copied_runs / "diff_v21"
     (run / "evaluation/step-00000020/mqar.jsonl").unlink()
     write_result(run, score("pairs 4", 0.0), step=10)
@@ -115,7 +112,7 @@ def test_report_excludes_evaluation_result_if_step_differs_from_other_runs(
     assert any("diff_v21, evaluated after another number of tokens" in n for n in comparison.notes)
 
 
-def test_table_of_scores_omits_rows_without_evaluation(copied_runs: Path) -> None:
+def test_table_of_scores_omits_rows_without_evaluation(copied_runs):
     write_run(copied_runs / "gated0", "attention=gated", "seed=0")
     comparison = compared(copied_runs)
     table = score_table("mqar", comparison.evaluated[0].lines, comparison.rows)
@@ -133,9 +130,7 @@ def test_table_of_scores_omits_rows_without_evaluation(copied_runs: Path) -> Non
         ({0: 0.9, 1: 0.95}, "0.607 to 1.000"),
     ],
 )
-def test_confidence_intervals_of_accuracy_are_between_0_and_1(
-    tmp_path: Path, shares: dict[int, float], text: str
-) -> None:
+def test_confidence_intervals_of_accuracy_are_between_0_and_1(tmp_path, shares, text):
     for variant in EASY:
         for seed, share in shares.items():
             run = write_run(tmp_path / f"{variant}{seed}", f"attention={variant}", f"seed={seed}")
@@ -156,9 +151,7 @@ def test_confidence_intervals_of_accuracy_are_between_0_and_1(
         ("change of loss, nats per token", "−11.206 to 14.206"),
     ],
 )
-def test_confidence_interval_excludes_negative_values_except_for_loss_change(
-    tmp_path: Path, unit: str, text: str
-) -> None:
+def test_confidence_interval_excludes_negative_values_except_for_loss_change(tmp_path, unit, text):
     for seed, value in enumerate((0.5, 2.5)):
         run = write_run(tmp_path / str(seed), "attention=standard", f"seed={seed}", loss=value)
         write_result(run, score("top_1", value), unit=unit)
@@ -168,7 +161,7 @@ def test_confidence_interval_excludes_negative_values_except_for_loss_change(
     assert comparison.rows[0].loss.low == 0.0
 
 
-def test_confidence_interval_stays_within_value_range_of_score(copied_runs: Path) -> None:
+def test_confidence_interval_stays_within_value_range_of_score(copied_runs):
     for variant, (first, second) in {"standard": (0.0, 1.0), "diff_v2": (0.9, 0.95)}.items():
         for seed, value in enumerate((first, second, second)):
             one = score("target", value, range=[0, 1], by_layer={"0": value})
@@ -184,7 +177,7 @@ def test_confidence_interval_stays_within_value_range_of_score(copied_runs: Path
     assert free.cells[0].mean.high > 1
 
 
-def test_confidence_interval_of_small_score_has_two_significant_digits(tmp_path: Path) -> None:
+def test_confidence_interval_of_small_score_has_two_significant_digits(tmp_path):
     for seed, value in enumerate((0.0003, 0.00031)):
         run = write_run(tmp_path / f"standard{seed}", "attention=standard", f"seed={seed}")
         write_result(run, score("weights 8", value))
@@ -193,7 +186,7 @@ def test_confidence_interval_of_small_score_has_two_significant_digits(tmp_path:
     assert (cell.text, cell.small[0]) == ("0.0003", "0.00024 to 0.00037")
 
 
-def test_report_does_not_compare_scores_of_different_difficulty_levels(copied_runs: Path) -> None:
+def test_report_does_not_compare_scores_of_different_difficulty_levels(copied_runs):
     for seed in range(3):
         write_result(copied_runs / f"diff_v2{seed}", score("pairs 4", 1.0), levels=[{"pairs": 4}])
     comparison = compared(copied_runs)
@@ -202,14 +195,14 @@ def test_report_does_not_compare_scores_of_different_difficulty_levels(copied_ru
     assert any(note.startswith("mqar: ") for note in comparison.notes)
 
 
-def test_mean_evaluation_score_excludes_seed_with_null_score(copied_runs: Path) -> None:
+def test_mean_evaluation_score_excludes_seed_with_null_score(copied_runs):
     write_result(copied_runs / "standard0", score("pairs 4", None), score("pairs 8", 0.2))
     (mqar,) = compared(copied_runs).evaluated
     standard, diff_v2 = mqar.lines[1].cells
     assert (standard.mean.seeds, diff_v2.mean.seeds, diff_v2.gap.seeds) == (2, 3, 2)
 
 
-def test_report_page_escapes_html_in_score_names(copied_runs: Path) -> None:
+def test_report_page_escapes_html_in_score_names(copied_runs):
     for run in copied_runs.iterdir():
         write_result(run, {"of": "<b>", "value": 0.5}, {"of": "x", "value": 0.1})
     html = undrawn_page(compared(copied_runs))
@@ -217,7 +210,7 @@ def test_report_page_escapes_html_in_score_names(copied_runs: Path) -> None:
     assert "<b>" not in html
 
 
-def test_report_skips_invalid_evaluation_file_and_adds_note(copied_runs: Path) -> None:
+def test_report_skips_invalid_evaluation_file_and_adds_note(copied_runs):
     place = results_of(copied_runs / "standard0", 20)
     (place / "mqar.jsonl").write_text("{}", encoding="utf-8")
     (place / "directory.jsonl").mkdir()
@@ -225,21 +218,16 @@ def test_report_skips_invalid_evaluation_file_and_adds_note(copied_runs: Path) -
     (place.parent / "step-00000099").write_text("a file", encoding="utf-8")
     problems: dict[str, list[str]] = {}
     assert all_results(copied_runs / "standard0", problems) == {}
-    assert [Path(file).name for files in problems.values() for file in files] == [
-        "directory.jsonl",
-        "mqar.jsonl",
-    ]
+    names = [Path(file).name for files in problems.values() for file in files]
+    assert names == ["directory.jsonl", "mqar.jsonl"]
     comparison = compared(copied_runs)
     assert comparison.evaluated[0].lines[1].cells[0]
     assert any(f"{place / 'mqar.jsonl'}: " in note for note in comparison.notes)
 
 
-def test_report_skips_evaluation_result_with_edited_scores(copied_runs: Path) -> None:
+def test_report_skips_evaluation_result_with_edited_scores(copied_runs):
     file = results_of(copied_runs / "standard0", 20) / "mqar.jsonl"
-    file.write_text(
-        file.read_text(encoding="utf-8").replace('"value": 0.5', '"value": 0.9871'),
-        encoding="utf-8",
-    )
+    edit_text(file, '"value": 0.5', '"value": 0.9871')
     comparison = compared(copied_runs)
     (standard, _) = comparison.evaluated[0].lines[1].cells
     assert standard.mean == estimate(EASY["standard"][1:]).within(0, 1)
@@ -247,7 +235,7 @@ def test_report_skips_evaluation_result_with_edited_scores(copied_runs: Path) ->
     assert said in comparison.notes
 
 
-def test_report_shows_stored_results_of_removed_evaluations(copied_runs: Path) -> None:
+def test_report_shows_stored_results_of_removed_evaluations(copied_runs):
     for run in copied_runs.iterdir():
         right = 0.5 if run.name.startswith("standard") else 0.75
         about = {"shortened": 0, "shots": 0, "version": 1.0, "interval": [0.25, 0.9]}

@@ -211,9 +211,8 @@ def series_of(*values: float) -> Series:
 
 
 def test_mean_curve_over_seeds_ends_at_last_step_of_shortest_run():
-    band = curves.over_seeds(
-        [series_of(3, 2, 1, 0), series_of(5, 4), series_of(7, 6, np.nan, np.nan)]
-    )
+    seeds = [series_of(3, 2, 1, 0), series_of(5, 4), series_of(7, 6, np.nan, np.nan)]
+    band = curves.over_seeds(seeds)
     assert band.x.tolist() == [10, 20, 30, 40]
     for values, expected in ((band.mean, [5, 4]), (band.low, [3, 2]), (band.high, [7, 6])):
         assert values[:2].tolist() == expected
@@ -233,9 +232,8 @@ def test_mean_curve_is_interrupted_at_nan_loss_of_any_seed():
     assert np.isnan(smooth).tolist() == [False, True, False, False, False]
     assert smooth[2:].tolist() == [5.5, 6, 6.5]
     sparse = Series(np.array([10, 30]), np.array([1.0, 3.0]))
-    assert curves.over_seeds([sparse, series_of(1, 4, 5)]).mean.tolist() == [1, 3, 4], (
-        "interpolated"
-    )
+    interpolated = curves.over_seeds([sparse, series_of(1, 4, 5)])
+    assert interpolated.mean.tolist() == [1, 3, 4]
 
 
 @pytest.mark.parametrize(("n", "points"), [(8, 1), (41, 5), (200, 11), (1000, 21)])

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import permutations
 
 import pytest
+from runs.json_files import write_jsonl
 from runs.written import (
     TINY,
     facts_of,
@@ -494,9 +495,8 @@ def test_report_csv_summarizes_each_metric_over_seeds(tmp_path):
         counts = {"spikes/loss_total": 2.0 + seed, "spikes/skipped_total": 3}
         bits = {"heldout_bits_per_byte": 1.5 + seed / 2}
         words = ("attention=standard", f"seed={seed}")
-        write_run(
-            tmp_path / f"s{seed}", *words, loss=4.0 + seed, lines=lines, summary=counts | bits
-        )
+        summary = counts | bits
+        write_run(tmp_path / f"s{seed}", *words, loss=4.0 + seed, lines=lines, summary=summary)
     write_run(tmp_path / "g", "attention=gated", loss=3.5, lines=[])
     comparison = compare(runs_in(tmp_path))
     standard, gated = (row.values for row in comparison.rows)
@@ -575,19 +575,14 @@ def test_run_without_recorded_plugin_hash_has_separate_row(tmp_path):
     run.facts["plugin_code"] = {"own": "1a"}
     assert len(compare([run, other]).rows) == 1, "a run without the plugin"
     other.cfg.plugins = ["own"]
-    assert labels(compare([run, other])) == [
-        "gated plugins=own@1a",
-        "gated plugins=own@unknown",
-    ]
+    assert labels(compare([run, other])) == ["gated plugins=own@1a", "gated plugins=own@unknown"]
 
 
 # Runs whose config changed during training
 
 
 def write_config_change(path, step, **made):
-    (path / "changes.jsonl").write_text(
-        json.dumps({"step": step, "changes": made}) + "\n", encoding="utf-8"
-    )
+    write_jsonl(path / "changes.jsonl", [{"step": step, "changes": made}])
 
 
 def test_loss_gap_excludes_run_with_config_change_during_training(tmp_path):

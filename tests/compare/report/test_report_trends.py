@@ -43,9 +43,8 @@ def trend_comparison(tmp_path, start, slope, seeds=3, steps=(1, 2, 5, 10, 15, 20
 
 def sentence(comparison):
     """Return the only sentence about a trend, which must be in the terminal and in the figure."""
-    (trend,) = [
-        line for line in whole_text(comparison).splitlines() if "per doubling of tokens" in line
-    ]
+    lines = whole_text(comparison).splitlines()
+    (trend,) = [line for line in lines if "per doubling of tokens" in line]
     _, sections, _ = page_sections(comparison, row_styles(comparison.rows))
     (gaps,) = [section for section in sections if section.title == "Gaps"]
     (caption,) = [card.caption for card in gaps.blocks[-1].figures]
@@ -110,10 +109,8 @@ def test_report_describes_only_largest_trend_if_many_variants_exist():
     comparison = sample.comparison_of(sample.NINE, 2, n=40)
     assert sum(row.trend is not None for row in comparison.rows) == 8
     trend = sentence(comparison)
-    assert trend.startswith(
-        "note: 0 of 8 trends over tokens are significant after Holm's correction "
-    )
-    largest = max(
-        (row for row in comparison.rows if row.trend), key=lambda r: abs(r.trend.slope.mean)
-    )
+    start = "note: 0 of 8 trends over tokens are significant after Holm's correction "
+    assert trend.startswith(start)
+    rows = [row for row in comparison.rows if row.trend]
+    largest = max(rows, key=lambda row: abs(row.trend.slope.mean))
     assert f"Largest: The gap of {largest.label} to standard shows no trend" in trend

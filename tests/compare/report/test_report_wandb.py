@@ -14,12 +14,7 @@ from wandb_file import OfflineRun
 from diffllm.cli import main
 from diffllm.compare.report.comparison import read
 from diffllm.compare.sweep.command import print_upload
-from diffllm.compare.wandb_runs import (
-    Destination,
-    comparison_id,
-    record_gaps,
-    write_gaps,
-)
+from diffllm.compare.wandb_runs import Destination, comparison_id, record_gaps, write_gaps
 from diffllm.core.errors import ConfigError
 from diffllm.core.run_files import SweepFile
 from diffllm.metrics.wandb_config import WandbMode
@@ -207,9 +202,7 @@ def test_record_gaps_of_single_seed_has_no_interval(offline_sweep):
         assert not {"gap/gated/low", "gap/gated/high"} & {*values}
 
 
-def test_record_gaps_returns_false_if_wandb_is_disabled_or_no_gap_exists(
-    offline_sweep, monkeypatch
-):
+def test_record_gaps_returns_false_without_wandb_or_gaps(offline_sweep, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert not record_gaps(read([offline_sweep])[0], offline_sweep)
     assert not (offline_sweep / "wandb").exists()

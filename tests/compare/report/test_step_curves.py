@@ -140,9 +140,8 @@ def test_unmarked_excursion_extends_scale_or_is_named_in_caption(tmp_path, spike
 
 
 def test_area_shows_unmarked_excursion_of_single_seed_after_end_of_other_seed(tmp_path):
-    marked = run_curves(load_run(write_steps_run(tmp_path / "run", 0, spike=121))).curves[
-        "train/loss"
-    ]
+    run = load_run(write_steps_run(tmp_path / "run", 0, spike=121))
+    marked = run_curves(run).curves["train/loss"]
     curve = marked._replace(spikes=())
     short = type(curve)(*(column[:100] for column in curve))
     lines = [smoothed(Series(seed.tokens, seed.mean), 11) for seed in (curve, short)]
@@ -204,9 +203,8 @@ def test_spike_above_axis_is_drawn_at_its_tokens_and_upper_edge():
 
 
 def test_resumed_run_of_older_version_shows_logged_steps_before_first_row(tmp_path):
-    curve = run_curves(load_run(write_steps_run(tmp_path / "run", 0, first_row=31))).curves[
-        "train/loss"
-    ]
+    run = load_run(write_steps_run(tmp_path / "run", 0, first_row=31))
+    curve = run_curves(run).curves["train/loss"]
     rows = every_step(0)
     logged = [1, 10, 20, 30]
     assert curve.peak_steps.tolist() == [*logged, *range(31, STEPS + 1)]

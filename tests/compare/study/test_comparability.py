@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from runs.json_files import write_json
 from runs.written import LOWER, study_file, write_arms
 
 from diffllm.compare.arms.comparability import Comparand, Terms, differences, role
@@ -231,9 +232,7 @@ def test_started_study_resumes_despite_undeclared_difference_between_arms(tmp_pa
     with pytest.raises(ConfigError, match="add flops to unequal"):
         check_study_runs(study, out, 1)
     write_arms(study, out, {"half": HALF[:1]})
-    (out / "sweep.json").write_text(
-        '{"runs": {"half-seed0": ["run.study=1/deciding/half"]}}', encoding="utf-8"
-    )
+    write_json(out / "sweep.json", {"runs": {"half-seed0": ["run.study=1/deciding/half"]}})
     check_study_runs(study, out, 1)
     warning = capsys.readouterr().err
     assert "warning: " in warning

@@ -70,9 +70,7 @@ def with_keys(rule, **keys):
         ),
     ],
 )  # fmt: skip
-def test_study_does_not_start_if_rules_cannot_decide_claim(
-    tmp_path, error_of, rule, seeds, more, message
-):
+def test_study_is_refused_if_rules_cannot_decide(tmp_path, error_of, rule, seeds, more, message):
     study, out = study_of_seeds(tmp_path, rule, seeds, **more), tmp_path / "out"
     for words in (["--dry-run"], []):
         assert message in error_of("study", "run", study.path, f"out={out}", *words)
@@ -92,9 +90,8 @@ def test_study_does_not_start_if_rules_cannot_decide_claim(
     ],
 )
 def test_check_study_runs_accepts_valid_study_design(tmp_path, rule, seeds, more):
-    check_study_runs(
-        study_of_seeds(tmp_path, **{"rule": rule, "seeds": seeds, **more}), tmp_path / "o", 1
-    )
+    study = study_of_seeds(tmp_path, **{"rule": rule, "seeds": seeds, **more})
+    check_study_runs(study, tmp_path / "o", 1)
 
 
 def test_started_study_can_resume_if_alpha_is_too_large(tmp_path, output_of, error_of):
@@ -124,9 +121,7 @@ def test_started_study_can_resume_if_alpha_is_too_large(tmp_path, output_of, err
         ),
     ],
 )  # fmt: skip
-def test_dry_run_prints_note_if_exact_test_cannot_reach_significance(
-    tmp_path, output_of, seeds, more, message
-):
+def test_dry_run_notes_that_exact_test_cannot_decide(tmp_path, output_of, seeds, more, message):
     study = study_of_seeds(tmp_path, LOWER, seeds, **more)
     output = output_of("study", "run", study.path, f"out={tmp_path / 'out'}", "--dry-run")
     notes = [line for line in output.splitlines() if line.startswith("note:")]

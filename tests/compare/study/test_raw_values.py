@@ -26,11 +26,8 @@ def write_curves(study, out, documents=30, evaluations=20, left=0):
     rng = np.random.default_rng(0)
     tokens = rng.integers(50, 900, documents)
     texts = rng.integers(-(2**62), 2**62, documents)
-    facts = {
-        "corpus": "a1" * 32,
-        "environment": {"python": "3.12.1"},
-        "heldout_tokens": int(tokens.sum()),
-    }
+    facts = {"corpus": "a1" * 32, "environment": {"python": "3.12.1"}}
+    facts["heldout_tokens"] = int(tokens.sum())
     while len(runs := next_runs(study, out)) > left:
         if runs[0].stage == "deciding":
             runs = runs[: len(runs) - left]
@@ -61,9 +58,7 @@ KINDS = {
 
 @pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(("kind", "left"), [("loss", 1), *((kind, 0) for kind in KINDS)])
-def test_verdict_from_values_json_equals_verdict_from_run_directories(
-    tmp_path, output_of, kind, left
-):
+def test_verdict_from_values_json_equals_verdict_from_runs(tmp_path, output_of, kind, left):
     keys = {"rule": LOWER, **TWO_ARMS, **KINDS[kind]}
     study, out = study_file(tmp_path / "study.yaml", **keys), tmp_path / "out"
     write_curves(study, out, left=left)
@@ -101,9 +96,7 @@ def test_values_json_of_forty_runs_is_smaller_than_300_kb(forty):
     study, file = forty
     assert len(read_values(study, file).runs) == 40
     assert file.stat().st_size < 300_000
-    assert file.read_text(encoding="utf-8").count("a1" * 32) == 2, (
-        "common facts of an arm are stored once"
-    )
+    assert file.read_text(encoding="utf-8").count("a1" * 32) == 2, "arm facts are stored once"
 
 
 def test_verdict_from_values_json_is_exploratory_if_study_was_edited(forty, tmp_path):

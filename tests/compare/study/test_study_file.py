@@ -76,16 +76,8 @@ RATE_SEEDS, V2 = "seeds: [100, 101]", "v2: [attention=diff_v2]"
         ("below: 0.0", "below: soon", "rule.below='soon' must be a number"),
         ("alpha: 0.05", "alpha: 0.7", "rule.alpha=0.7 must be less than 0.5"),
         ("alpha: 0.05", "margin: -1", "rule.margin=-1.0 must be positive"),
-        (
-            RULE,
-            "equivalence, arm: v2, against: half",
-            "kind=equivalence must set margin, but",
-        ),
-        (
-            "kind: difference",
-            "kind: log_rank",
-            "kind=log_rank must set reaches, but",
-        ),
+        (RULE, "equivalence, arm: v2, against: half", "kind=equivalence must set margin, but"),
+        ("kind: difference", "kind: log_rank", "kind=log_rank must set reaches, but"),
         (
             RULE,
             "log_rank, arm: v2, against: half, reaches: 0.9",
@@ -120,11 +112,7 @@ RATE_SEEDS, V2 = "seeds: [100, 101]", "v2: [attention=diff_v2]"
             "metric=heldout_loss and lr_sweep=[0.001, 0.002]: metric=lr_sensitivity needs",
         ),
         (METRIC, "lr_sweep: [1e-3, 2e-3]", "lr and lr_sweep cannot be combined"),
-        (
-            METRIC,
-            "metric: lr_sensitivity",
-            "metric=lr_sensitivity and lr_sweep=None: ",
-        ),
+        (METRIC, "metric: lr_sensitivity", "metric=lr_sensitivity and lr_sweep=None: "),
         (METRIC, "metric: loss", "metric=loss is not one of heldout_loss"),
         (METRIC, "test: sign", "test=sign must be one of paired, welch"),
         (METRIC, "power: {gap: 0.02}", "power.sd is missing"),
@@ -153,16 +141,11 @@ def test_error_about_invalid_study_file_mentions_the_invalid_key(tmp_path, old, 
         (["run", "{path}", "out=o", "steps=3"], "unknown argument 'steps=3'"),
         (["verdict", "{path}", "out=o", "pilot=p"], "unknown argument 'pilot=p'"),
         (["verdict", "nowhere.yaml", "out=o"], "nowhere.yaml cannot be read: No such file"),
-        (
-            ["verdict", "{path}", "out=o p"],
-            "runs with: diffllm study run {path} 'out=o p'",
-        ),
+        (["verdict", "{path}", "out=o p"], "runs with: diffllm study run {path} 'out=o p'"),
         (["run", "{path}", "out=o", "hydra/launcher=x"], "hydra/launcher=x is not one of basic"),
     ],
 )
-def test_study_command_prints_one_error_line_for_wrong_arguments(
-    workplace, error_of, words, message
-):
+def test_study_command_prints_one_error_line_for_bad_arguments(workplace, error_of, words, message):
     path = write_study(workplace, GOOD)
     error = error_of("study", *(word.format(path=path) for word in words))
     assert message.format(path=path) in error

@@ -87,8 +87,7 @@ def test_verdict_is_exploratory_if_config_of_run_differs_from_study(
 
 
 @pytest.mark.parametrize(
-    ("metric", "file"),
-    [("heldout_bits_per_byte", "summary.json"), ("tasks/mqar", "metrics.jsonl")],
+    ("metric", "file"), [("heldout_bits_per_byte", "summary.json"), ("tasks/mqar", "metrics.jsonl")]
 )
 def test_error_about_missing_metric_mentions_the_run_and_the_file(tmp_path, metric, file):
     study = study_file(tmp_path / "study.yaml", LOWER, **TWO_ARMS, metric=metric)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from runs.json_files import write_json
 from runs.written import (
     ALIKE,
     LOWER,
@@ -67,9 +68,7 @@ def test_study_verdict_contains_number_of_diverged_runs_per_arm(tmp_path):
     "words",
     [["report", "out"], ["study", "verdict", "study.yaml", "out=out"], ["power", "out", "gap=0.1"]],
 )
-def test_commands_print_warning_if_heldout_text_is_below_minimum_size(
-    workplace, capsys, words, counts
-):
+def test_commands_warn_if_heldout_text_is_below_minimum_size(workplace, capsys, words, counts):
     judged(workplace, LOWER, BETTER)
     documents, tokens = counts
     for file in workplace.glob("out/*/summary.json"):
@@ -152,9 +151,8 @@ def test_verdict_is_not_comparable_if_data_or_code_of_runs_differs(tmp_path, hal
 def test_check_study_runs_raises_error_if_plugin_code_has_changed(tmp_path):
     study = study_file(tmp_path / "study.yaml", LOWER, **TWO_ARMS)
     write_arms(study, tmp_path / "out", {"half": HALF}, plugin_code={"own": "1a"})
-    (tmp_path / "out" / "sweep.json").write_text(
-        '{"runs": {"half-seed0": ["run.study=1/deciding/half"]}}', encoding="utf-8"
-    )
+    runs = {"half-seed0": ["run.study=1/deciding/half"]}
+    write_json(tmp_path / "out" / "sweep.json", {"runs": runs})
     with pytest.raises(ConfigError, match=r"half-seed0 was started with other plugin code \(plug"):
         check_study_runs(study, tmp_path / "out", 1)
     with pytest.raises(ConfigError, match="arm half: global_batch_size"):
@@ -166,9 +164,8 @@ def test_verdict_is_not_comparable_if_config_changed_during_a_run(tmp_path):
     (tmp_path / "out/v2-seed0/changes.jsonl").write_text("", encoding="utf-8")
     verdict = judge(study, tmp_path / "out")
     assert verdict.verdict == "not comparable"
-    assert (
-        "v2-seed0 is not the run of the study: its config changed during the run" in verdict.reasons
-    )
+    reason = "v2-seed0 is not the run of the study: its config changed during the run"
+    assert reason in verdict.reasons
     assert "\n\nNot comparable; the runs alone give: held" in verdict_page(verdict).markdown()
 
 
@@ -256,14 +253,10 @@ def test_verdict_is_not_comparable_if_run_of_grid_differs_from_study(tmp_path, c
     assert judge_evidence(study, read_values(study, file)).reasons == verdict.reasons
 
 
-def test_study_run_command_exits_1_if_arm_diverges_at_every_learning_rate(
-    tmp_path, capsys, monkeypatch
-):
+def test_study_run_exits_1_if_arm_diverges_at_every_learning_rate(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "")  # run_study sets it for its runs
-    study, out = (
-        study_file(tmp_path / "study.yaml", LOWER, lr=RATES, **TWO_ARMS),
-        tmp_path / "an out",
-    )
+    study = study_file(tmp_path / "study.yaml", LOWER, lr=RATES, **TWO_ARMS)
+    out = tmp_path / "an out"
     write_rates(study, out, "v2", {0.001: NAN, 0.002: NAN, 0.004: NAN})
     write_rates(study, out, "half", {0.001: 5.0, 0.002: 4.9, 0.004: 5.0})
     assert {run.arm for run in next_runs(study, out)} == {"half"}, "the other arms still run"
@@ -353,9 +346,7 @@ def test_study_rule_compares_lr_sensitivity_of_arms(tmp_path):
     verdict = judge(study, out)
     assert (verdict.verdict, verdict.would_be) == ("exploratory", "shown")
     assert "v2-lr0.004-seed2" in verdict.reasons[0]
-    assert list(verdict.arms[1].seed_values) == [0, 1], (
-        "a seed counts once all of its rates have ended"
-    )
+    assert list(verdict.arms[1].seed_values) == [0, 1], "a seed counts if all its rates have ended"
 
     (last,) = next_runs(study, out)
     write_ended(study, last, out, 4.44)
@@ -394,7 +385,7 @@ def test_study_dry_run_estimates_time_from_pilot_runs(tmp_path, monkeypatch, out
     assert output_of(*words) == snapshot(name="one run finished")
 
 
-def test_study_dry_run_estimates_time_from_gpu_and_mfu(
+def test_dry_run_estimates_time_from_gpu_and_mfu(
     tmp_path, monkeypatch, output_of, error_of, snapshot
 ):
     monkeypatch.chdir(tmp_path)
@@ -502,11 +493,8 @@ def test_judge_function_composes_config_only_once_per_arm(tmp_path, monkeypatch)
         place = tmp_path / str(seeds)
         place.mkdir()
         study = study_file(place / "study.yaml", LOWER, **TWO_ARMS, seeds=str([*range(seeds)]))
-        write_arms(
-            study,
-            place / "out",
-            {arm: [4.4 + i / 1e3 for i in range(seeds)] for arm in ("half", "v2")},
-        )
+        losses = [4.4 + seed / 1e3 for seed in range(seeds)]
+        write_arms(study, place / "out", {"half": losses, "v2": losses})
         planned_runs.solved_config.cache_clear()
         calls = {"solved": 0, "parsed": 0, "opened": 0}
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
-from runs.written import LOWER, study_file, write_arms, write_lines
+from runs.written import LOWER, edit_text, study_file, write_arms, write_lines
 
 from diffllm.compare.study.arms import StudyArm, StudyRun
 from diffllm.compare.study.decision import apply_rules
@@ -100,9 +100,8 @@ def test_trend_rule_is_underpowered_if_arms_have_unequal_divergence(tmp_path):
 
 @pytest.mark.parametrize("parameters", [(1e6, 1e6, 4e6), (1e6, 5e6, 4e6)])
 def test_trend_over_parameters_raises_error_if_model_sizes_are_invalid(tmp_path, parameters):
-    with pytest.raises(
-        ConfigError, match=r"different numbers of parameters \(.* must be in the largest pair"
-    ):
+    message = r"different numbers of parameters \(.* must be in the largest pair"
+    with pytest.raises(ConfigError, match=message):
         sized(tmp_path, (0.0, 0.0, 0.0), parameters)
 
 
@@ -112,21 +111,9 @@ def test_trend_over_parameters_raises_error_if_model_sizes_are_invalid(tmp_path,
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        (
-            "over: tokens, ",
-            "",
-            "must set below with over, or above with over, but sets",
-        ),
-        (
-            "over: tokens",
-            "over: time",
-            "rule.over=time must be one of tokens",
-        ),
-        (
-            "kind: trend",
-            "kind: difference",
-            "kind=difference must set below, or",
-        ),
+        ("over: tokens, ", "", "must set below with over, or above with over, but sets"),
+        ("over: tokens", "over: time", "rule.over=time must be one of tokens"),
+        ("kind: trend", "kind: difference", "kind=difference must set below, or"),
         (
             "below: 0.0",
             "margin: 0.1",
@@ -159,8 +146,7 @@ def test_error_for_invalid_smaller_arms_of_trend_rule_mentions_an_arm(tmp_path, 
 def test_check_study_runs_raises_error_if_sizes_do_not_fit_trend_rule(tmp_path):
     study = study_file(tmp_path / "study.yaml", SIZES, **SIX)
     check_study_runs(study, tmp_path / "out", 1)
-    text = study.path.read_text(encoding="utf-8")
-    study.path.write_text(text.replace("dim=32", "dim=256"), encoding="utf-8")
+    edit_text(study.path, "dim=32", "dim=256")
     with pytest.raises(ConfigError, match=r"different numbers of parameters \(v2_s "):
         check_study_runs(load_study(study.path), tmp_path / "out", 1)
 
@@ -253,10 +239,8 @@ def test_metric_by_position_is_read_from_evaluation_of_last_step(tmp_path):
                 assert said in str(caught.value)
                 assert f"diffllm evaluate run={run} 'tasks=[position]'" in str(caught.value)
             file = results_of(out / f"{name}-seed{seed}", 20) / "position.jsonl"
-            first = {
-                "key": {"documents": 200, "checkpoint": f"{name}{seed}"},
-                "unit": "nats a token",
-            }
+            key = {"documents": 200, "checkpoint": f"{name}{seed}"}
+            first = {"key": key, "unit": "nats a token"}
             store_result(file, {**first, "scores": scores}, lines)
     found = judge(study, out)
     assert found.verdict == "shown", found.reasons

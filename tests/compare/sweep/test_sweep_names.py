@@ -1,7 +1,6 @@
 """Overrides of a sweep to runs: names, values, order, and refused overrides."""
 
 import re
-from pathlib import Path
 
 import pytest
 from processes import call_together
@@ -13,6 +12,8 @@ from diffllm.config import load_config
 from diffllm.core.errors import ConfigError
 from diffllm.core.files import read_json
 from diffllm.training.run_directory import RUN_NAME
+
+pytestmark = pytest.mark.usefixtures("workplace")
 
 
 def run_names_of(*words: str) -> list[str]:
@@ -39,13 +40,11 @@ def run_names_of(*words: str) -> list[str]:
         (["data.sample_prompt='a b',\"a b\""], ["sample_prompt_a_b-c8687a"] * 2),
     ],
 )
-def test_run_names_depend_on_values_and_not_on_their_spelling(
-    words: list[str], expected: list[str]
-) -> None:
+def test_run_names_depend_on_values_and_not_on_their_spelling(words, expected):
     assert run_names_of(*words) == expected
 
 
-def test_run_names_differ_for_different_data_paths() -> None:
+def test_run_names_differ_for_different_data_paths():
     run_names = run_names_of("data=files", "data.paths=[/a/b.txt],[/a_b.txt],[b.txt],[b.txt,c.txt]")
     assert len(set(run_names)) == 4
     assert re.fullmatch(r"paths_a_b.txt-\w{6}", run_names[0])
@@ -60,9 +59,7 @@ def test_run_names_differ_for_different_data_paths() -> None:
         (["model.rope.factor", "x.factor"], ["rope.factor", "x.factor"]),
     ],
 )
-def test_short_labels_returns_unique_suffix_for_each_config_key(
-    keys: list[str], labels: list[str]
-) -> None:
+def test_short_labels_returns_unique_suffix_for_each_config_key(keys, labels):
     assert list(short_labels(keys).values()) == labels
 
 
@@ -80,12 +77,12 @@ def test_short_labels_returns_unique_suffix_for_each_config_key(
         ("optim.lr=interval(0,1)", "optim.lr=interval(0,1): a sweep needs a list of values"),
     ],
 )
-def test_sweep_refuses_reserved_keys_and_intervals(word: str, message: str) -> None:
+def test_sweep_refuses_reserved_keys_and_intervals(word, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         combinations(split_overrides(["seed=0,1", word])[0])
 
 
-def test_split_overrides_returns_launcher_overrides_separately() -> None:
+def test_split_overrides_returns_launcher_overrides_separately():
     words = ["hydra/launcher=submitit_slurm", "hydra.launcher.partition=gpu"]
     overrides, launcher = split_overrides(["seed=0,1", *words])
     assert launcher == words
@@ -107,7 +104,7 @@ def planned_sweep(words: list[str]) -> tuple[str, list[str]]:
     return directory.path.name, [run["path"] for run in runs]
 
 
-def test_concurrent_unnamed_sweeps_get_different_directories(workplace, monkeypatch) -> None:
+def test_concurrent_unnamed_sweeps_get_different_directories(workplace, monkeypatch):
     monkeypatch.setattr("time.strftime", lambda _: "now")
     sweeps = dict(call_together(planned_sweep, 4, ["model=tiny", "seed=0,1"]))
     assert sorted(sweeps) == ["sweep-now", "sweep-now-2", "sweep-now-3", "sweep-now-4"]
@@ -126,7 +123,7 @@ def test_concurrent_unnamed_sweeps_get_different_directories(workplace, monkeypa
         (["optim.lr=1e-3,0", "run.sweep=mine"], "positive"),
     ],
 )
-def test_refused_sweep_leaves_no_directory(workplace: Path, words: list[str], message: str) -> None:
+def test_refused_sweep_leaves_no_directory(workplace, words, message):
     with pytest.raises(ConfigError, match=message):
         plan_runs(["model=tiny", "seed=0,1", *words], [], 2)
     assert list(workplace.iterdir()) == []

@@ -4,7 +4,6 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +25,7 @@ from diffllm.config import load_config
 from diffllm.config.matching import totals
 from diffllm.core.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("workplace")
 RECORD = Path("outputs/mine/sweep.json")
 
 
@@ -62,7 +62,7 @@ def states(runs: list[dict[str, Any]]) -> dict[str, bool]:
     return {run["name"]: run["finished"] for run in runs}
 
 
-def test_resumed_sweep_runs_only_new_combinations_if_values_are_added() -> None:
+def test_resumed_sweep_runs_only_new_combinations_if_values_are_added():
     pretend(planned("attention=gated,standard", "seed=0,1"))
     runs = planned("seed=0,2", "attention=standard,gated")  # Names keep the recorded order of keys.
     assert states(runs) == {
@@ -75,15 +75,13 @@ def test_resumed_sweep_runs_only_new_combinations_if_values_are_added() -> None:
 
 
 @pytest.mark.parametrize(("words", "tokens"), [([], None), (["eval.tokens=2e4"], 2e4)])
-def test_new_runs_of_sweep_measure_whole_heldout_split_if_its_begun_runs_do(
-    words: list[str], tokens: float | None
-) -> None:
+def test_new_runs_of_sweep_measure_whole_heldout_split_if_its_begun_runs_do(words, tokens):
     pretend(planned("seed=0,1", "eval.tokens=null"))
     new = [run for run in planned("seed=0,1,2", *words) if not run["finished"]]
     assert [load_config(run["words"]).eval.tokens for run in new] == [tokens]
 
 
-def test_sweep_refuses_changed_steps_unless_change_is_allowed() -> None:
+def test_sweep_refuses_changed_steps_unless_change_is_allowed():
     pretend(planned("seed=0,1", "steps=200"))
     before = RECORD.read_bytes()
     message = (
@@ -99,7 +97,7 @@ def test_sweep_refuses_changed_steps_unless_change_is_allowed() -> None:
     assert states(runs) == {"seed0": False, "seed1": False}
 
 
-def test_error_about_changed_steps_names_the_changed_budget() -> None:
+def test_error_about_changed_steps_names_the_changed_budget():
     pretend(planned("seed=0,1", "train.budget.flops=1e12"), finished=False)
     expected = (
         r"train\.budget\.flops: 1000000000000\.0 in the run, 2000000000000\.0 in this command.*"
@@ -109,11 +107,9 @@ def test_error_about_changed_steps_names_the_changed_budget() -> None:
         planned("seed=0,1", "train.budget.flops=2e12")
 
 
-def test_sweep_refuses_changed_plugin_code_unless_change_is_allowed() -> None:
+def test_sweep_refuses_changed_plugin_code_unless_change_is_allowed():
     pretend(planned("seed=0,1"))
-    Path("outputs/mine/seed1/run.json").write_text(
-        '{"plugin_code": {"own": "1a2b"}}', encoding="utf-8"
-    )
+    write_json(Path("outputs/mine/seed1/run.json"), {"plugin_code": {"own": "1a2b"}})
     with pytest.raises(ConfigError, match=r"other plugin code \(plugins: own@1a2b in the run"):
         planned("seed=0,2")
     runs = planned("seed=1,2", "run.allow_changes=[plugins]")
@@ -124,12 +120,12 @@ def test_sweep_refuses_changed_plugin_code_unless_change_is_allowed() -> None:
     ("words", "experiment"),
     [(["seed=0,1"], "quickstart"), (["seed=0,1", "optim.lr=1e-3,2e-3"], "none")],
 )
-def test_runs_of_sweep_over_seeds_have_defaults_of_quickstart(words, experiment) -> None:
+def test_runs_of_sweep_over_seeds_have_defaults_of_quickstart(words, experiment):
     for run in planned(*words[1:], model=words[0]):
         assert load_config(run["words"]).resolved.choices["experiment"] == experiment
 
 
-def test_resumed_sweep_raises_error_if_command_does_not_set_all_swept_keys() -> None:
+def test_resumed_sweep_raises_error_if_command_does_not_set_all_swept_keys():
     planned("seed=0,1")
     with pytest.raises(ConfigError, match="outputs/mine is a sweep over seed; set each of these"):
         planned("attention=gated,standard")
@@ -155,9 +151,7 @@ VARIANTS = "attention=standard,gated"
         ),
     ],
 )
-def test_finished_runs_keep_names_if_values_are_added_to_sweep(
-    first: list[str], more: list[str], expected: dict[str, bool]
-) -> None:
+def test_finished_runs_keep_names_if_values_are_added_to_sweep(first, more, expected):
     pretend(planned(*first))
     for _ in range(2):  # The second plan reads the record of the first plan.
         assert states(planned(*more)) == expected
@@ -180,9 +174,7 @@ OTHER_KINDS = [
 
 
 @pytest.mark.parametrize(("existing", "words", "expected"), OTHER_KINDS)
-def test_command_prints_error_if_another_command_created_output_directory(
-    workplace: Path, existing: str, words: list[str], expected: str
-) -> None:
+def test_command_refuses_directory_of_another_command(workplace, existing, words, expected):
     study = study_file(workplace / "s.yaml", LOWER)
     if existing == "run":
         write_run(Path("outputs/mine"))
@@ -201,19 +193,19 @@ def test_command_prints_error_if_another_command_created_output_directory(
     assert snapshot(workplace) == before
 
 
-def test_sweep_raises_error_if_run_exists_and_resume_is_never() -> None:
+def test_sweep_raises_error_if_run_exists_and_resume_is_never():
     pretend(planned("seed=0,1")[:1])
     with pytest.raises(ConfigError, match="mine/seed0 contains a run, but resume=never"):
         planned("seed=0,1", "resume=never")
 
 
-def test_sweep_plans_all_runs_again_if_a_run_config_is_damaged() -> None:
+def test_sweep_plans_all_runs_again_if_a_run_config_is_damaged():
     pretend(planned("seed=0,1"), finished=False)
     Path("outputs/mine/seed0/config.yaml").write_text("nonsense: [", encoding="utf-8")
     assert states(planned("seed=0,1")) == {"seed0": False, "seed1": False}
 
 
-def test_second_sweep_in_same_directory_raises_error() -> None:
+def test_second_sweep_in_same_directory_raises_error():
     overrides, _ = split_overrides(["model=tiny", "run.sweep=mine", "seed=0,1"])
     directory, _ = plan_sweep(overrides, 1)
     with pytest.raises(ConfigError, match="outputs/mine is in use by process "):
@@ -270,16 +262,12 @@ def planned_job(path: Path, number: int = 1) -> Job:
     return Job(number, 2, path.name, str(path), 10, 1e9, [], False)
 
 
-def test_sweep_output_contains_loss_or_error_of_each_run(
-    workplace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sweep_output_contains_loss_or_error_of_each_run(workplace, capsys):
     write_summary(Path("s/done"), heldout_loss=1.5)
     write_summary(Path("s/diverged"), heldout_loss=math.nan)
     write_summary(Path("s/stopped"), steps=10, stopped="9 updates in a row were skipped")
-    endings = {
-        "stopped": Ending("finished"),
-        "failed": Ending("failed", "exit status 1: OSError: no", 0.0),
-    }
+    failure = Ending("failed", "exit status 1: OSError: no", 0.0)
+    endings = {"stopped": Ending("finished"), "failed": failure}
     names = ("done", "diverged", "stopped", "failed")
     jobs = [planned_job(Path("s", name), number) for number, name in enumerate(names, 1)]
     assert print_outcomes(jobs[:3], endings, SweepDirectory(Path("s"))) == 0
@@ -305,21 +293,19 @@ def test_sweep_output_contains_loss_or_error_of_each_run(
         ("only words\n", "only words"),
     ],
 )
-def test_last_error_returns_error_line_of_job_output(output: str, expected: str) -> None:
+def test_last_error_returns_error_line_of_job_output(output, expected):
     assert last_error(output) == expected
 
 
 @pytest.mark.parametrize(("code", "state"), [(0, "stopped"), (130, "stopped"), (1, "failed")])
-def test_job_process_without_summary_is_stopped_or_failed_by_exit_code(
-    workplace: Path, monkeypatch: pytest.MonkeyPatch, code: int, state: str
-) -> None:
+def test_job_without_summary_is_stopped_or_failed_by_exit_code(workplace, monkeypatch, code, state):
     fake = workplace / "python"
     write_script(fake, f"#!/bin/sh\nexit {code}\n")
     monkeypatch.setattr(sys, "executable", str(fake))
     assert JobProcess(planned_job(Path("s/seed0"))).wait().state == state
 
 
-def test_eta_scales_measured_seconds_by_remaining_training_flops() -> None:
+def test_eta_scales_measured_seconds_by_remaining_training_flops():
     finished, begun = planned_job(Path("s/finished")), planned_job(Path("s/begun"), 2)
     for path, step in ((finished.path, 10), (begun.path, 4)):
         checkpoint = Path(path, "checkpoints", f"step-{step:08d}")
@@ -334,7 +320,7 @@ def test_eta_scales_measured_seconds_by_remaining_training_flops() -> None:
     assert Pace().eta([other]) == ""
 
 
-def test_planned_runs_contain_training_flops_of_their_variant() -> None:
+def test_planned_runs_contain_training_flops_of_their_variant():
     for run in planned("attention=standard,diff_v1", "global_batch_size=4", "seq_len=32"):
         flops_per_token = totals(load_config(run["words"]).model)["flops"]
         assert run["flops_of_step"] == 4 * 32 * flops_per_token
@@ -356,12 +342,12 @@ def test_planned_runs_contain_training_flops_of_their_variant() -> None:
         (["hydra/launcher=submitit_local"], 2, "do not use torchrun"),
     ],
 )
-def test_invalid_hydra_launcher_raises_error(words: list[str], ranks: int, named: str) -> None:
+def test_invalid_hydra_launcher_raises_error(words, ranks, named):
     with pytest.raises(ConfigError, match=named):
         ClusterLauncher.of(words, ranks, "run.sweep=mine")
 
 
-def test_slurm_world_size_equals_total_number_of_tasks() -> None:
+def test_slurm_world_size_equals_total_number_of_tasks():
     words = ["hydra.launcher.nodes=2", "hydra.launcher.tasks_per_node=4"]
     launcher = ["hydra/launcher=submitit_slurm", *words]
     cluster = ClusterLauncher.of(launcher, 1, "run.sweep=mine")
@@ -371,19 +357,15 @@ def test_slurm_world_size_equals_total_number_of_tasks() -> None:
     assert cluster.settings["submitit_folder"].startswith("outputs/mine/")
 
 
-def test_train_command_prints_single_error_line_if_submitit_folder_is_invalid(
-    workplace: Path, error_of: Callable[..., str]
-) -> None:
+def test_train_command_prints_single_error_line_if_submitit_folder_is_invalid(workplace, error_of):
     (workplace / "file").touch()
     words = ["-m", "hydra/launcher=submitit_local", "hydra.launcher.submitit_folder=file/logs"]
     error = error_of("train", *words, "model=tiny", "seed=0", "run.sweep=mine")
-    assert error.startswith(
-        "error: hydra.launcher.submitit_folder=file/logs cannot be used: Not a directory"
-    )
+    assert error.startswith(f"error: {words[-1]} cannot be used: Not a directory")
     assert [path.name for path in workplace.iterdir()] == ["file"]
 
 
-def test_failed_job_reports_message_of_earliest_failed_rank() -> None:
+def test_failed_job_reports_message_of_earliest_failed_rank():
     ended = [Ending("failed", "lost a peer", 2.0), Ending("failed", "out of memory", 1.0)]
     assert first_failed(ended).reason == "out of memory"
     assert first_failed([*ended, Ending("failed", "exit status 2", 0.0, silent=True)]) == ended[1]
@@ -442,8 +424,7 @@ def test_interrupted_sweep_prints_whether_jobs_stay_in_queue(kind, message, monk
         return {"seed0": SimpleNamespace(job_id="7_0", **ended)}
 
     monkeypatch.setattr(ClusterLauncher, "submit", interrupted)
-    stopped, _ = ClusterLauncher(kind, [], {}).run(
-        [planned_job(Path("s/seed0"))], SweepDirectory(Path("s"))
-    )
+    jobs = [planned_job(Path("s/seed0"))]
+    stopped, _ = ClusterLauncher(kind, [], {}).run(jobs, SweepDirectory(Path("s")))
     assert stopped == signal.SIGINT
     assert capfd.readouterr().err.startswith(message)
