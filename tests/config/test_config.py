@@ -5,7 +5,6 @@ from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
-from pathlib import Path
 from types import NoneType
 
 import pytest
@@ -84,7 +83,7 @@ def test_load_config_returns_independent_configs():
 @pytest.mark.parametrize(
     "path", slow_but(NOT_VARIANTS, FILES), ids=lambda p: f"{p.parent.name}={p.stem}"
 )
-def test_every_yaml_in_conf_composes_to_valid_config(path: Path):
+def test_every_yaml_in_conf_composes_to_valid_config(path):
     group, choice = path.parent.name, path.stem
     cfg = load_config([f"{group}={choice}", *NEEDED.get((group, choice), [])])
     assert cfg.resolved.choices[group] == choice

@@ -3,7 +3,6 @@
 import json
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from diffllm.data.config import DataConfig, SampleBy
 from diffllm.data.preparation.encoding import HASH_OFFSET, Document, document_hashes
 from diffllm.data.preparation.prepare import prepare
 from diffllm.data.preparation.workers import PrepareConfig
-from diffllm.data.prepared import TokenData
 from diffllm.data.shards import LEAST_TOKENS, thin_heldout
 from diffllm.data.text import files
 from diffllm.statistics.bootstrap import LEAST_DOCUMENTS
@@ -47,14 +45,8 @@ def of_lines(documents: int, lines: int) -> list[str]:
     ],
 )
 def test_heldout_split_contains_documents_with_smallest_hashes(
-    tmp_path: Path,
-    make_config: MakeConfig,
-    prepared: TokenData,
-    monkeypatch: pytest.MonkeyPatch,
-    texts: list[str],
-    fraction: float,
-    enough: bool,
-) -> None:
+    tmp_path, make_config, prepared, monkeypatch, texts, fraction, enough
+):
     monkeypatch.setattr(files, "PART_BYTES", 200_000)
     (tmp_path / "a.jsonl").write_text(
         "".join(json.dumps({"text": t}) + "\n" for t in texts), encoding="utf-8"
@@ -99,14 +91,8 @@ def test_heldout_split_contains_documents_with_smallest_hashes(
     ],
 )
 def test_heldout_text_of_single_document_is_spread_over_the_document(
-    tmp_path: Path,
-    make_config: MakeConfig,
-    prepared: TokenData,
-    capfd: pytest.CaptureFixture[str],
-    text: str,
-    pieces: int,
-    share: tuple[float, float],
-) -> None:
+    tmp_path, make_config, prepared, capfd, text, pieces, share
+):
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     whole = make_config(
         tmp_path / "a.txt", sample_by=SampleBy.document, tokenizer=str(prepared.directory)

@@ -73,9 +73,7 @@ def serve(tmp_path: Path, repository: Path) -> Iterator[Callable[..., dict[str, 
         server.communicate()
 
 
-def test_hub_dataset_files_are_streamed_without_local_copies(
-    tmp_path: Path, serve: Callable[..., dict[str, str]], make_config: MakeConfig
-) -> None:
+def test_hub_dataset_files_are_streamed_without_local_copies(tmp_path, serve, make_config):
     words = [sys.executable, "-c", PREPARE, str(tmp_path / "cache"), NAME, ""]
     result = subprocess.run(words, env=serve(), capture_output=True, encoding="utf-8")
     assert result.returncode == 0, result.stderr
@@ -98,9 +96,7 @@ def test_hub_dataset_files_are_streamed_without_local_copies(
     ("variables", "own"),
     [({}, True), ({"HF_HOME": "/home"}, False), ({"HF_DATASETS_CACHE": "/cache"}, False)],
 )
-def test_hugging_face_variables_choose_cache_of_hub_datasets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], own: bool
-) -> None:
+def test_hugging_face_variables_choose_cache_of_hub_datasets(tmp_path, monkeypatch, variables, own):
     for name in ("HF_HOME", "HF_DATASETS_CACHE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
@@ -133,15 +129,13 @@ def waits(words: list[str], env: dict[str, str], message: str) -> None:
 
 
 @pytest.mark.slow
-def test_preparation_prints_hub_file_number_while_download_hangs(
-    tmp_path: Path, serve: Callable[..., dict[str, str]], prepared: TokenData
-) -> None:
+def test_preparation_prints_hub_file_number_while_download_hangs(tmp_path, serve, prepared):
     script = PREPARE.replace("=400", f"=400, tokenizer={str(prepared.directory)!r}")
     words = [sys.executable, "-c", script, str(tmp_path / "cache"), NAME, ""]
     waits(words, serve("train-00002"), f"reading data.dataset={NAME}, file 3 of 3")
 
 
-def test_preparation_prints_dataset_name_while_waiting_for_the_hub(tmp_path: Path) -> None:
+def test_preparation_prints_dataset_name_while_waiting_for_the_hub(tmp_path):
     with socket.socket() as hangs:
         hangs.bind(("127.0.0.1", 0))
         hangs.listen(50)
@@ -152,9 +146,7 @@ def test_preparation_prints_dataset_name_while_waiting_for_the_hub(tmp_path: Pat
             waits(words, env, f"waiting for the hub's {what} of {NAME}")
 
 
-def test_unknown_hub_dataset_split_raises_error_with_available_splits(
-    tmp_path: Path, serve: Callable[..., dict[str, str]]
-) -> None:
+def test_unknown_hub_dataset_split_raises_error_with_available_splits(tmp_path, serve):
     script = PREPARE.replace(")).directory", "split='dev')).directory")
     words = [sys.executable, "-c", script, str(tmp_path / "cache"), NAME, SHA]
     result = subprocess.run(words, env=serve(), capture_output=True, encoding="utf-8")

@@ -55,7 +55,7 @@ def copied_file(name: str, directory: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_imported_token_file_has_the_tokens_of_all_documents(name: str) -> None:
+def test_imported_token_file_has_the_tokens_of_all_documents(name):
     file = open_tokens(FILES / name, 400, EOS)
     assert len(file) == len(ALL)
     assert file.documents == len(DOCUMENTS)
@@ -68,9 +68,7 @@ def test_imported_token_file_has_the_tokens_of_all_documents(name: str) -> None:
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=8), st.data())
-def test_token_file_without_eos_gets_an_eos_after_every_document(
-    lengths: list[int], data: st.DataObject
-) -> None:
+def test_token_file_without_eos_gets_an_eos_after_every_document(lengths, data):
     documents = [list(range(10 * i, 10 * i + n)) for i, n in enumerate(lengths, start=1)]
     whole = [token for document in documents for token in [*document, EOS]]
     ends = np.cumsum(lengths)
@@ -82,9 +80,7 @@ def test_token_file_without_eos_gets_an_eos_after_every_document(
 
 
 @pytest.mark.parametrize("names", [NAMES[:1], NAMES])
-def test_prepare_uses_last_documents_of_token_files_as_heldout_split(
-    make_token_config: Make, names: list[str]
-) -> None:
+def test_prepare_uses_last_documents_of_token_files_as_heldout_split(make_token_config, names):
     data = prepare(make_token_config(*(FILES / name for name in names)))
     assert isinstance(data, ImportedData)
     train, heldout = data.split("train"), data.split("heldout")
@@ -103,9 +99,7 @@ def test_prepare_uses_last_documents_of_token_files_as_heldout_split(
     assert data.manifest.source == f"tokens of {', '.join(names[:3])}{', ...' * (len(names) > 3)}"
 
 
-def test_corpus_identity_does_not_change_if_token_files_are_moved(
-    make_token_config: Make, tmp_path: Path
-) -> None:
+def test_corpus_identity_does_not_change_if_token_files_are_moved(make_token_config, tmp_path):
     first = prepare(make_token_config(FILES / NAMES[0]))
     moved = copied_file(NAMES[0], tmp_path / "moved")
     second = prepare(make_token_config(moved))
@@ -134,8 +128,8 @@ def write_index(path: Path, lengths: np.ndarray) -> None:
 @pytest.mark.parametrize("name", ["t.bin", "t.ds"])
 @pytest.mark.parametrize("ended", [True, False])
 def test_document_count_equals_eos_count_if_some_documents_are_empty(
-    make_token_config: Make, tmp_path: Path, name: str, ended: bool
-) -> None:
+    make_token_config, tmp_path, name, ended
+):
     lengths = np.tile([3, 5, 0, 2, 4, 0, 0], 30)
     tokens = [7] * lengths.sum()
     for end in np.cumsum(lengths):
@@ -151,9 +145,7 @@ def test_document_count_equals_eos_count_if_some_documents_are_empty(
     assert sum(counts.documents for counts in data.manifest.splits.values()) == expected
 
 
-def test_empty_document_in_megatron_index_becomes_a_single_eos(
-    make_token_config: Make, tmp_path: Path
-) -> None:
+def test_empty_document_in_megatron_index_becomes_a_single_eos(make_token_config, tmp_path):
     lengths = np.full(30, 4, "<i4")
     places, firsts = 8 * np.arange(30), [0, 0, *range(31)]  # the first two contain no sequence
     head = MEGATRON_HEADER.pack(MAGIC, 1, 8, 30, len(firsts))
@@ -167,8 +159,8 @@ def test_empty_document_in_megatron_index_becomes_a_single_eos(
 
 @pytest.mark.parametrize("name", ["t.bin", "t.ds"])
 def test_document_counts_match_index_if_documents_contain_several_eos(
-    make_token_config: Make, tmp_path: Path, name: str
-) -> None:
+    make_token_config, tmp_path, name
+):
     (tmp_path / "several").mkdir()
     paths = [tmp_path / name, tmp_path / "several" / name]
     for path, document in zip(paths, ([7, EOS], [7, EOS] * 5), strict=True):
@@ -183,8 +175,8 @@ def test_document_counts_match_index_if_documents_contain_several_eos(
 
 @pytest.mark.parametrize("name", ["t.bin", "t.ds"])
 def test_opened_stream_raises_data_error_if_token_file_index_changes(
-    make_token_config: Make, tmp_path: Path, name: str
-) -> None:
+    make_token_config, tmp_path, name
+):
     lengths, path = np.arange(20, 60), tmp_path / name
     np.full(lengths.sum(), 7, "<u2").tofile(path)
     write_index(path, lengths)
@@ -203,7 +195,7 @@ def test_opened_stream_raises_data_error_if_token_file_index_changes(
 
 
 @pytest.mark.parametrize("ends", [[3, 1, 9], [9, 9, 9], [0, 0, 9], [2**62, 4, 9], [5, -1, 9]])
-def test_invalid_document_ends_never_cause_a_wrong_token_count(ends: list[int]) -> None:
+def test_invalid_document_ends_never_cause_a_wrong_token_count(ends):
     content = np.arange(9, dtype=np.int32)
     file = WithEnds(TokenFile(Path("f"), content, lambda i: np.array(ends)[i], len(ends), 90), EOS)
     for start in range(len(file)):
@@ -211,17 +203,13 @@ def test_invalid_document_ends_never_cause_a_wrong_token_count(ends: list[int]) 
             assert len(file.tokens(start, len(file))) == len(file) - start
 
 
-def test_token_source_reads_diffllm_shards_in_original_directory(
-    make_token_config: Make, prepared: TokenData
-) -> None:
+def test_token_source_reads_diffllm_shards_in_original_directory(make_token_config, prepared):
     data = prepare(make_token_config(prepared.directory, tokenizer=None))
     assert type(data) is TokenData
     assert data.directory == prepared.directory.absolute()
 
 
-def test_eos_token_of_config_must_be_the_eos_of_token_shards(
-    make_token_config: Make, prepared: TokenData
-) -> None:
+def test_eos_token_of_config_must_be_the_eos_of_token_shards(make_token_config, prepared):
     same = prepare(make_token_config(prepared.directory, eos_token="</s>"))
     assert same.directory == prepared.directory
     with pytest.raises(DataError, match=r"data.eos_token=<s> cannot change the EOS '</s>' of the"):
@@ -229,8 +217,8 @@ def test_eos_token_of_config_must_be_the_eos_of_token_shards(
 
 
 def test_token_source_ignores_obsolete_field_of_older_manifest(
-    make_token_config: Make, tmp_path: Path, prepared: TokenData
-) -> None:
+    make_token_config, tmp_path, prepared
+):
     old = shutil.copytree(prepared.directory, tmp_path / "old")
     content = read_json(old / "manifest.json")
     write_json(old / "manifest.json", {**content, "skipped_duplicates": 7})
@@ -241,7 +229,7 @@ def test_token_source_ignores_obsolete_field_of_older_manifest(
         assert np.array_equal(stream.tokens(0, len(stream)), expected.tokens(0, len(expected)))
 
 
-def test_token_files_of_another_tokenizer_raise_data_error(tmp_path: Path) -> None:
+def test_token_files_of_another_tokenizer_raise_data_error(tmp_path):
     stream = FilesStream("train", [str(FILES / NAMES[0])], (250, EOS), 0, len(ALL))
     with pytest.raises(DataError, match=r"megatron_uint16.bin: token id 2\d\d is not in .* 250"):
         stream.tokens(0, len(ALL))
@@ -251,9 +239,7 @@ def test_token_files_of_another_tokenizer_raise_data_error(tmp_path: Path) -> No
         open_tokens(tmp_path / "half.ds", 400, EOS)
 
 
-def test_token_source_refuses_missing_tokenizer_or_token_files(
-    make_token_config: Make, tmp_path: Path
-) -> None:
+def test_token_source_refuses_missing_tokenizer_or_token_files(make_token_config, tmp_path):
     with pytest.raises(DataError, match=r"data\.tokenizer=null is not supported with data=tokens"):
         prepare(make_token_config(FILES / NAMES[0], tokenizer=None))
     with pytest.raises(ConfigError, match=r"source=tokens needs data\.paths"):

@@ -70,9 +70,7 @@ def partial_of(cfg: DataConfig) -> Path:
     return found
 
 
-def test_preparation_in_three_processes_writes_tokens_in_corpus_order(
-    corpus_of_parts: DataConfig,
-) -> None:
+def test_preparation_in_three_processes_writes_tokens_in_corpus_order(corpus_of_parts):
     data = prepare(corpus_of_parts, PrepareConfig(processes=3))
     tokenizer = data.tokenizer()
     parts = open_corpus(corpus_of_parts, Path(corpus_of_parts.cache_dir)).parts
@@ -89,9 +87,7 @@ def test_preparation_in_three_processes_writes_tokens_in_corpus_order(
         assert data.manifest.splits[split].bytes == sum(len(text.encode()) for text in chosen)
 
 
-def test_number_of_preparation_processes_does_not_change_written_bytes(
-    corpus_of_parts: DataConfig,
-) -> None:
+def test_number_of_preparation_processes_does_not_change_written_bytes(corpus_of_parts):
     alone = all_contents(prepare(corpus_of_parts, PrepareConfig(processes=1)))
     several = in_cache(corpus_of_parts, "several")
     assert all_contents(prepare(several, PrepareConfig(processes=4))) == alone
@@ -115,9 +111,7 @@ def dying(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], None
     monkeypatch.setattr(encoding.Encoding, "encode", encode)
 
 
-def test_resumed_preparation_does_not_rewrite_finished_parts(
-    corpus_of_parts: DataConfig, dying: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resumed_preparation_does_not_rewrite_finished_parts(corpus_of_parts, dying, monkeypatch):
     undisturbed = all_contents(prepare(in_cache(corpus_of_parts, "undisturbed")))
     dying(5, signal.SIGKILL)
     with pytest.raises(
@@ -138,8 +132,8 @@ def test_resumed_preparation_does_not_rewrite_finished_parts(
 
 
 def test_resumed_preparation_ignores_stored_parts_if_part_size_has_changed(
-    corpus_of_parts: DataConfig, dying: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    corpus_of_parts, dying, monkeypatch
+):
     dying(2, signal.SIGKILL)
     with pytest.raises(DataError, match="killed"):
         prepare(corpus_of_parts, PrepareConfig(processes=1))
@@ -150,9 +144,7 @@ def test_resumed_preparation_ignores_stored_parts_if_part_size_has_changed(
     assert not list(Path(corpus_of_parts.cache_dir).glob("tokens/*.partial-*"))
 
 
-def test_error_of_preparation_worker_contains_exactly_one_traceback(
-    corpus_of_parts: DataConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_error_of_preparation_worker_contains_exactly_one_traceback(corpus_of_parts, monkeypatch):
     def fail(*_: object) -> None:
         raise ZeroDivisionError("in a worker")
 
@@ -164,7 +156,7 @@ def test_error_of_preparation_worker_contains_exactly_one_traceback(
     assert said.count("in fail") == 1
 
 
-def test_interrupted_or_killed_preparation_leaves_no_process(corpus_of_parts: DataConfig) -> None:
+def test_interrupted_or_killed_preparation_leaves_no_process(corpus_of_parts):
     """Ctrl-C or SIGKILL of the parent ends workers that would wait endlessly."""
     script = """
 import os, sys, time
@@ -190,9 +182,7 @@ prepare(DataConfig(source="files", paths=sys.argv[2:], cache_dir=sys.argv[1], vo
         wait_until(lambda: has_ended(worker), "end of the worker")  # noqa: B023
 
 
-def test_heldout_fraction_close_to_1_leaves_one_training_document(
-    corpus_of_parts: DataConfig,
-) -> None:
+def test_heldout_fraction_close_to_1_leaves_one_training_document(corpus_of_parts):
     data = prepare(replace(corpus_of_parts, heldout_fraction=1 - 1e-9))
     stream = data.split("train")
     tokens = stream.tokens(0, len(stream)).tolist()
@@ -215,8 +205,8 @@ class Endless:
 
 @pytest.mark.slow
 def test_preparation_memory_does_not_grow_with_number_of_documents(
-    corpus_of_parts: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    corpus_of_parts, tmp_path, monkeypatch
+):
     encode, peaks = encoding.Encoding.encode, {}
     base = open_corpus(corpus_of_parts, Path(corpus_of_parts.cache_dir))
 
@@ -240,9 +230,7 @@ def test_preparation_memory_does_not_grow_with_number_of_documents(
     assert peaks[200_000] < peaks[20_000] + 4_000, peaks  # KiB
 
 
-def test_preparation_progress_line_contains_current_file_name(
-    corpus_of_parts: DataConfig, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_preparation_progress_line_contains_current_file_name(corpus_of_parts, monkeypatch, capfd):
     """The stalled part continues only after a progress line has named the part."""
     base, told = (
         open_corpus(corpus_of_parts, Path(corpus_of_parts.cache_dir)),

@@ -63,8 +63,8 @@ def prepared_with(
 @pytest.mark.parametrize("replaced", [False, True])
 @pytest.mark.parametrize("form", slow_but(["jsonl", "txt"], WRITERS))
 def test_prepare_detects_rewritten_file_if_size_and_time_are_unchanged(
-    tmp_path: Path, prepared_with: Callable[[RewrittenSource], Prepared], form: str, replaced: bool
-) -> None:
+    tmp_path, prepared_with, form, replaced
+):
     source = RewrittenSource(tmp_path, form)
     for _ in range(3):
         assert sorted_documents(prepared_with(source)) == sorted(source.texts)
@@ -82,12 +82,8 @@ MOMENTS = {
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("form", slow_but(["jsonl"], ["jsonl", "txt"]))
 def test_prepare_refuses_corpus_file_rewritten_during_preparation(
-    tmp_path: Path,
-    make_config: MakeConfig,
-    monkeypatch: pytest.MonkeyPatch,
-    form: str,
-    moment: str,
-) -> None:
+    tmp_path, make_config, monkeypatch, form, moment
+):
     """No tokens and no tokenizer are stored under the hash of the old text."""
     source, cache, rewritten = RewrittenSource(tmp_path, form), tmp_path / "cache", []
     cfg = make_config(source.path, vocab_size=320)

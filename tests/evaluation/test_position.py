@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -51,7 +50,7 @@ def bins_by_definition(text: list[int], losses: list[float], predicted: list[boo
     return found
 
 
-def test_loss_sums_of_position_evaluation_match_reference() -> None:
+def test_loss_sums_of_position_evaluation_match_reference():
     rng = random.Random(0)
     for length in (1, 2, 3, 40, 300):
         text = rng.choices(range(6), k=length)
@@ -61,7 +60,7 @@ def test_loss_sums_of_position_evaluation_match_reference() -> None:
             assert sums(text, losses, predicted) == bins_by_definition(text, losses, predicted)
 
 
-def test_position_evaluation_separates_first_and_repeated_spans() -> None:
+def test_position_evaluation_separates_first_and_repeated_spans():
     text = [*b"ab1.ab1.ab2."]
     found = sums(text, [float(i) for i in range(12)], [True] * 12)["span"]
     #   a b 1 . a b 1 . a b 2 .    "b2." follows two tokens that are new in this order
@@ -95,9 +94,7 @@ def position_lines(
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("seq_len", [None, 16, 100])
 @torch.no_grad()
-def test_batched_position_evaluation_matches_float64_reference(
-    subject_and_data: tuple[Subject, TokenData], seq_len: int | None
-) -> None:
+def test_batched_position_evaluation_matches_float64_reference(subject_and_data, seq_len):
     subject, data = subject_and_data
     stream, eos_id = data.split("heldout"), data.manifest.eos_id
     every = heldout_documents(stream, eos_id)
@@ -128,9 +125,7 @@ def test_batched_position_evaluation_matches_float64_reference(
                 assert line[kind][name] == [pytest.approx(nats, rel=1e-4), tokens]
 
 
-def test_position_score_equals_mean_loss_of_tokens_in_bin(
-    subject_and_data: tuple[Subject, TokenData],
-) -> None:
+def test_position_score_equals_mean_loss_of_tokens_in_bin(subject_and_data):
     subject, _ = subject_and_data
     settings = POSITION.settings(subject, EvaluationOptions())
     lines = POSITION.lines(subject, settings)
@@ -167,7 +162,7 @@ def test_position_score_equals_mean_loss_of_tokens_in_bin(
     assert POSITION.scores(settings, lines) == list(scores.values())
 
 
-def test_position_evaluation_ignores_tokens_outside_loss_mask(tmp_path: Path) -> None:
+def test_position_evaluation_ignores_tokens_outside_loss_mask(tmp_path):
     words = ("data=synthetic", "data.task=mqar", "data.examples=60", "seq_len=64")
     more = (f"data.cache_dir={tmp_path / 'cache'}", "data.vocab_size=272")
     _, data = made(tmp_path / "run", *words, *more)
@@ -184,9 +179,7 @@ def test_position_evaluation_ignores_tokens_outside_loss_mask(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("documents", "least"), [(8, 0.9), (60, 0.92)])
-def test_document_bootstrap_interval_covers_mean_of_simulated_documents(
-    documents: int, least: float
-) -> None:
+def test_document_bootstrap_interval_covers_mean_of_simulated_documents(documents, least):
     """Simulate 400 samples of documents whose losses depend on length."""
     rng = np.random.default_rng(0)
     covered = 0
@@ -201,6 +194,6 @@ def test_document_bootstrap_interval_covers_mean_of_simulated_documents(
     assert least <= covered / 400 <= 0.98
 
 
-def test_document_bootstrap_returns_none_if_fewer_than_8_documents_have_tokens() -> None:
+def test_document_bootstrap_returns_none_if_fewer_than_8_documents_have_tokens():
     assert of_documents(np.ones(9), np.array([1] * 7 + [0] * 2)) is None
     assert of_documents(np.ones(8), np.ones(8)) == (1.0, 1.0)

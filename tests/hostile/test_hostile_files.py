@@ -28,9 +28,7 @@ def rows() -> list[tuple[str, Damage, str]]:
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("name", [name for name, entry in FILES.items() if entry.examples])
-def test_reader_of_drawn_content_raises_user_error_or_returns_usable_values(
-    copy: Copy, name: str
-) -> None:
+def test_reader_of_drawn_content_raises_user_error_or_returns_usable_values(copy, name):
     entry = FILES[name]
     place = copy(entry.place)
     file = entry.files(place)[0]
@@ -48,9 +46,7 @@ def test_reader_of_drawn_content_raises_user_error_or_returns_usable_values(
 
 
 @pytest.mark.parametrize("name", UNSIGNED)
-def test_reader_of_special_file_raises_user_error_or_returns_usable_values(
-    copy: Copy, name: str
-) -> None:
+def test_reader_of_special_file_raises_user_error_or_returns_usable_values(copy, name):
     entry = FILES[name]
     valid = entry.read(copy(entry.place))
     for damage in SPECIAL.values():
@@ -67,9 +63,7 @@ def test_reader_of_special_file_raises_user_error_or_returns_usable_values(
     ("name", "damage", "message"),
     rows(),
 )
-def test_error_of_damaged_file_names_file_and_damage(
-    copy: Copy, name: str, damage: Damage, message: str
-) -> None:
+def test_error_of_damaged_file_names_file_and_damage(copy, name, damage, message):
     entry = FILES[name]
     place = copy(entry.place)
     files = entry.files(place)
@@ -81,9 +75,7 @@ def test_error_of_damaged_file_names_file_and_damage(
 
 
 @pytest.mark.parametrize("name", UNSIGNED)
-def test_links_are_followed_only_in_files_of_users_and_models(
-    copy: Copy, tmp_path: Path, name: str
-) -> None:
+def test_links_are_followed_only_in_files_of_users_and_models(copy, tmp_path, name):
     entry = FILES[name]
     place = copy(entry.place)
     for file in entry.files(place):

@@ -43,7 +43,7 @@ def test_git_state_returns_commit_and_detects_uncommitted_changes(tmp_path):
         (["python", "x.py", "--hf_token=hidden"], "python x.py --hf_token=..."),
     ],
 )
-def test_recorded_command_line_hides_values_of_secret_options(argv: list[str], shown: str):
+def test_recorded_command_line_hides_values_of_secret_options(argv, shown):
     assert command_text(argv) == shown
 
 
