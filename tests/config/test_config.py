@@ -176,10 +176,7 @@ CORPORA = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("words", "source", "paths", "dataset"),
-    slow_but(CORPORA[::3], CORPORA),
-)
+@pytest.mark.parametrize(("words", "source", "paths", "dataset"), slow_but(CORPORA[::3], CORPORA))
 def test_load_config_derives_data_source_from_corpus_keys(words, source, paths, dataset):
     cfg = load_config(words)
     assert cfg.data.source == cfg.resolved.choices["data"] == source
@@ -189,10 +186,7 @@ def test_load_config_derives_data_source_from_corpus_keys(words, source, paths, 
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (
-            ["data=stdlib", "data.paths=a.txt"],
-            "data.paths=['a.txt'] cannot be set with",
-        ),
+        (["data=stdlib", "data.paths=a.txt"], "data.paths=['a.txt'] cannot be set with"),
         (["data.source=stdlib", "data.paths=a.txt"], "cannot be set with data.source=stdlib"),
         (["data.paths=a.txt", "data.dataset=b"], "data.paths (data=files) and data.dataset"),
         (["data.paths="], "data.source=files needs data.paths=[file, directory, glob, ...]"),

@@ -512,10 +512,7 @@ def test_keys_of_plugin_choose_the_defaults_by_their_effect(monkeypatch, word, e
     [
         ([], "experiment=quickstart, because"),
         (["seed=1", "log_interval=5"], "experiment=quickstart, because"),
-        (
-            ["seed=1", "optim.lr=1e-3", "steps=9"],
-            "conf/train.yaml, because the override of",
-        ),
+        (["seed=1", "optim.lr=1e-3", "steps=9"], "conf/train.yaml, because the override of"),
         (["experiment=none", "steps=150"], "None"),
     ],
 )

@@ -18,12 +18,7 @@ from runs.ranks import forked
 
 from diffllm.core.atomic_directories import new_directory, publish, scratch_directory
 from diffllm.core.errors import ConfigError, InUseError
-from diffllm.core.files import (
-    acquire,
-    open_to_append,
-    replace_file,
-    why_no_file,
-)
+from diffllm.core.files import acquire, open_to_append, replace_file, why_no_file
 from diffllm.core.held_directories import hold, reserve, take_back
 
 ME = f"process {os.getpid()} on {socket.gethostname()}"
@@ -204,9 +199,7 @@ def test_reserve_raises_config_error_if_parent_is_a_file(tmp_path):
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK])
-def test_hold_raises_config_error_if_file_system_does_not_support_flock(
-    tmp_path, monkeypatch, number
-):
+def test_hold_raises_config_error_if_file_system_has_no_flock(tmp_path, monkeypatch, number):
     def flock(descriptor: int, operation: int) -> None:
         raise OSError(number, os.strerror(number))
 

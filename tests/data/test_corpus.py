@@ -20,9 +20,7 @@ from diffllm.data.text.file_index import combined_hash, file_facts
 MakeConfig = Callable[..., DataConfig]
 
 
-def test_stdlib_corpus_counts_skipped_blank_and_undecodable_files(
-    tmp_path, make_config, monkeypatch
-):
+def test_stdlib_corpus_counts_blank_and_undecodable_files(tmp_path, make_config, monkeypatch):
     root = tmp_path / "stdlib"
     contents = {
         "b.py": b"b = 1\n",
@@ -90,7 +88,7 @@ def test_json_lines_corpus_reads_all_files_that_match_a_glob(tmp_path, make_conf
         ("a.json", b"[]", "a.json cannot be read: the file must be an array of objects"),
     ],
 )
-def test_unusable_corpus_file_raises_single_line_error_with_path(
+def test_unusable_file_raises_one_line_error_with_path(
     tmp_path, make_config, name, content, message
 ):
     good = tmp_path / "good.jsonl"
@@ -114,9 +112,7 @@ def test_unusable_corpus_file_raises_single_line_error_with_path(
         ({"id": 1, "size": 2}, "id, size); none of them contains text"),
     ],
 )
-def test_error_for_missing_parquet_column_suggests_columns_with_text(
-    tmp_path, make_config, row, end
-):
+def test_error_for_missing_parquet_column_suggests_text_columns(tmp_path, make_config, row, end):
     table = pyarrow.table({name: [value] for name, value in row.items()})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(DataError) as caught:
@@ -140,7 +136,7 @@ def test_json_array_corpus_reads_only_the_text_column(tmp_path, make_config):
 
 
 @pytest.mark.parametrize("block_bytes", [1, 7, 1 << 22])
-def test_documents_of_a_file_do_not_depend_on_read_block_size(
+def test_documents_are_independent_of_read_block_size(
     tmp_path, make_config, monkeypatch, block_bytes
 ):
     documents = ["one", "two\r\nlines é\u2028", "a" * 50, " ", "b"]

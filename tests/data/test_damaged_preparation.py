@@ -105,9 +105,7 @@ def break_line(path: Path) -> None:
 @pytest.mark.parametrize(
     ("suffix", "damage"), [(".jsonl.gz", cut), (".parquet", scramble), (".jsonl", break_line)]
 )
-def test_preparation_caches_nothing_if_one_corpus_file_is_damaged(
-    tmp_path, make_config, suffix, damage
-):
+def test_preparation_caches_nothing_if_a_file_is_damaged(tmp_path, make_config, suffix, damage):
     paths = make_three(tmp_path, suffix)
     good = paths[1].read_bytes()
     damage(paths[1])
@@ -147,7 +145,7 @@ def rewrite(path: Path) -> None:
 
 @pytest.mark.parametrize("change", slow_but([rewrite], [vanish, grow, replace, rewrite]))
 @pytest.mark.parametrize("call", [0, 1])
-def test_corpus_file_that_changes_after_hashing_is_refused(
+def test_file_that_changes_after_hashing_is_refused(
     tmp_path, make_config, monkeypatch, change, call
 ):
     """The file changes before reading (call 0) or during reading (call 1)."""
@@ -175,9 +173,7 @@ def tokenizer_of(cfg: DataConfig) -> str:
 
 
 @pytest.mark.slow
-def test_preparation_killed_at_random_moments_leaves_no_incomplete_directory(
-    tmp_path, make_config, rng
-):
+def test_randomly_killed_preparation_leaves_no_incomplete_directory(tmp_path, make_config, rng):
     """Incomplete directories are never used; the next start writes the bytes of a normal run."""
     paths = make_three(tmp_path, ".jsonl")
     cfg = make_config(*paths)

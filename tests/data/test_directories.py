@@ -49,9 +49,7 @@ def write_tree(root: Path, tree: dict[str, bytes]) -> Path:
     return root
 
 
-def test_corpus_of_a_directory_has_all_text_files_sorted_by_path(
-    tmp_path, make_config, monkeypatch
-):
+def test_corpus_of_directory_has_all_text_files_sorted_by_path(tmp_path, make_config, monkeypatch):
     docs = write_tree(tmp_path / "home" / "docs", TREE)
     (docs / "a" / "loop").symlink_to(docs)
     (docs / "y").symlink_to(docs / "a")
@@ -97,9 +95,7 @@ def test_corpus_of_a_directory_has_all_text_files_sorted_by_path(
         ({"t.bin": b"0", "manifest.json": b"{}"}, "file; data=tokens reads its token files"),
     ],
 )
-def test_directory_without_text_files_raises_error_with_directory_path(
-    tmp_path, make_config, tree, said
-):
+def test_directory_without_text_files_raises_error_with_path(tmp_path, make_config, tree, said):
     (tmp_path / "docs").mkdir()
     with pytest.raises(DataError) as caught:
         opened(make_config(write_tree(tmp_path / "docs", tree)))
@@ -108,9 +104,7 @@ def test_directory_without_text_files_raises_error_with_directory_path(
 
 @pytest.mark.parametrize("tree", [["a.txt"], ["a.md", "b.py"], ["a.csv", "b.txt.gz", "p.json"]])
 @pytest.mark.parametrize("column", [{"text_column": "body"}, {"prompt_column": "body"}])
-def test_column_key_with_only_plain_text_files_raises_error_with_fix(
-    tmp_path, make_config, tree, column
-):
+def test_column_key_with_only_text_files_raises_error_with_fix(tmp_path, make_config, tree, column):
     (tmp_path / "docs").mkdir()
     content = {"b.txt.gz": gzip.compress(b"text"), "p.json": b"{}"}
     contents = {name: content.get(name, b"text") for name in tree}
@@ -137,9 +131,7 @@ LEADS = (b"", BOM_UTF8, b"\n", b"\r\n", BOM_UTF8 + b" \n\n")
 @pytest.mark.parametrize(
     ("ending", "packed", "array"), pairs(JSON_ENDINGS, ["", *COMPRESSIONS], [True, False])
 )
-def test_directory_reads_each_json_file_like_a_listed_file(
-    tmp_path, make_config, ending, packed, array
-):
+def test_directory_reads_json_files_like_listed_files(tmp_path, make_config, ending, packed, array):
     rows: list[dict[str, Any]] = [{"id": 0}, {"text": "one"}, {"text": "two"}]
     lines = "".join(f"{json.dumps(row)}\n" for row in rows)
     content = (json.dumps(rows, indent=1) if array else lines).encode()

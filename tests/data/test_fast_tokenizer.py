@@ -46,9 +46,7 @@ def test_fast_tokenizer_decodes_its_tokens_to_the_original_text(fast, text):
     assert fast.decode([*ids, fast.eos_id]) == text
 
 
-def test_prepare_accepts_tokenizer_with_gaps_between_token_ids(
-    byte_level, tmp_path, corpus_file, make_config
-):
+def test_prepare_accepts_gaps_between_token_ids(byte_level, tmp_path, corpus_file, make_config):
     content = read_json(byte_level / "tokenizer.json")
     vocabulary = content["model"]["vocab"]
     content["model"]["vocab"] = {k: 3 * i if i > 1 else i for k, i in vocabulary.items()}
@@ -102,9 +100,7 @@ def write_letters(place: Path, special: list[str], ordinary: list[str]) -> Path:
         (["<|endoftext|>", "<|im_end|>"], ["a"], r"several .*: '<\|endoftext\|>', '<\|im_end"),
     ],
 )
-def test_eos_without_tokenizer_config_is_the_only_usual_special_token(
-    tmp_path, special, ordinary, said
-):
+def test_eos_without_config_is_the_only_usual_special_token(tmp_path, special, ordinary, said):
     path = write_letters(tmp_path / "letters", special, ordinary)
     assert guesses_eos(str(path), None)
     if said in special:

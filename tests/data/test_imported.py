@@ -127,7 +127,7 @@ def write_index(path: Path, lengths: np.ndarray) -> None:
 
 @pytest.mark.parametrize("name", ["t.bin", "t.ds"])
 @pytest.mark.parametrize("ended", [True, False])
-def test_document_count_equals_eos_count_if_some_documents_are_empty(
+def test_document_count_equals_eos_count_with_empty_documents(
     make_token_config, tmp_path, name, ended
 ):
     lengths = np.tile([3, 5, 0, 2, 4, 0, 0], 30)
@@ -158,7 +158,7 @@ def test_empty_document_in_megatron_index_becomes_a_single_eos(make_token_config
 
 
 @pytest.mark.parametrize("name", ["t.bin", "t.ds"])
-def test_document_counts_match_index_if_documents_contain_several_eos(
+def test_document_counts_match_index_if_documents_have_several_eos(
     make_token_config, tmp_path, name
 ):
     (tmp_path / "several").mkdir()
@@ -174,9 +174,7 @@ def test_document_counts_match_index_if_documents_contain_several_eos(
 
 
 @pytest.mark.parametrize("name", ["t.bin", "t.ds"])
-def test_opened_stream_raises_data_error_if_token_file_index_changes(
-    make_token_config, tmp_path, name
-):
+def test_stream_raises_data_error_if_token_file_index_changes(make_token_config, tmp_path, name):
     lengths, path = np.arange(20, 60), tmp_path / name
     np.full(lengths.sum(), 7, "<u2").tofile(path)
     write_index(path, lengths)
@@ -216,9 +214,7 @@ def test_eos_token_of_config_must_be_the_eos_of_token_shards(make_token_config, 
         prepare(make_token_config(prepared.directory, eos_token="<s>"))
 
 
-def test_token_source_ignores_obsolete_field_of_older_manifest(
-    make_token_config, tmp_path, prepared
-):
+def test_token_source_ignores_obsolete_field_of_old_manifest(make_token_config, tmp_path, prepared):
     old = shutil.copytree(prepared.directory, tmp_path / "old")
     content = read_json(old / "manifest.json")
     write_json(old / "manifest.json", {**content, "skipped_duplicates": 7})

@@ -177,9 +177,7 @@ def test_heldout_sample_refuses_split_shorter_than_a_sequence(prepared):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_loader_raises_single_line_error_for_damaged_shard(
-    make_loader, stream, tmp_path, num_workers
-):
+def test_loader_raises_one_line_error_for_damaged_shard(make_loader, stream, tmp_path, num_workers):
     loader = make_loader(num_workers=num_workers)
     (tmp_path / "stream" / "train-00002.bin").write_bytes(b"")
     with pytest.raises(DataError) as caught:

@@ -249,10 +249,7 @@ def test_all_mixture_sources_use_one_common_tokenizer(tmp_path):
     ("name", "said"),
     [
         ("no.jsonl", "data.sources.web: data.paths: "),
-        (
-            "a.jsonl",
-            "has no column 'text' that contains text (columns: content); use",
-        ),
+        ("a.jsonl", "has no column 'text' that contains text (columns: content); use"),
     ],
 )
 @pytest.mark.parametrize("given", [False, True])

@@ -73,9 +73,7 @@ def test_generated_file_does_not_change_the_packages_corpus(name, installed, mak
     assert opened(make_config(source="packages")).note == ""
 
 
-def test_packages_corpus_note_lists_missing_and_changed_packages(
-    installed, make_config, monkeypatch
-):
+def test_packages_corpus_notes_missing_and_changed_packages(installed, make_config, monkeypatch):
     (installed / "bbb/own.py").write_text("own = 3\n", encoding="utf-8")
     (installed / "bbb-2.dist-info").mkdir()
     (installed / "bbb-2.dist-info/METADATA").write_text("Name: bbb\nVersion: 2\n", encoding="utf-8")

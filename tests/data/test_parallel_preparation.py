@@ -131,7 +131,7 @@ def test_resumed_preparation_does_not_rewrite_finished_parts(corpus_of_parts, dy
     assert not list(Path(corpus_of_parts.cache_dir).glob("tokens/*.partial-*"))
 
 
-def test_resumed_preparation_ignores_stored_parts_if_part_size_has_changed(
+def test_resumed_preparation_ignores_parts_if_part_size_changed(
     corpus_of_parts, dying, monkeypatch
 ):
     dying(2, signal.SIGKILL)
@@ -204,7 +204,7 @@ class Endless:
 
 
 @pytest.mark.slow
-def test_preparation_memory_does_not_grow_with_number_of_documents(
+def test_preparation_memory_is_independent_of_document_count(
     corpus_of_parts, tmp_path, monkeypatch
 ):
     encode, peaks = encoding.Encoding.encode, {}

@@ -62,7 +62,7 @@ def prepared_with(
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("replaced", [False, True])
 @pytest.mark.parametrize("form", slow_but(["jsonl", "txt"], WRITERS))
-def test_prepare_detects_rewritten_file_if_size_and_time_are_unchanged(
+def test_prepare_detects_rewritten_file_of_same_size_and_time(
     tmp_path, prepared_with, form, replaced
 ):
     source = RewrittenSource(tmp_path, form)

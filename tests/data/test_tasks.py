@@ -260,11 +260,7 @@ def test_too_long_or_duplicate_task_raises_config_error():
     [
         ("needle", {"length": 10**9, "needles": 1, "queries": 1}, "needs 1000000000 tokens, but"),
         ("needle", {"length": "1000000000", "needles": 1, "queries": 1}, "needs 1000000000 tokens"),
-        (
-            "needle",
-            {"length": 150, "needles": 6, "queries": 2},
-            "sentences of hay fit; at least",
-        ),
+        ("needle", {"length": 150, "needles": 6, "queries": 2}, "sentences of hay fit; at least"),
         (
             "needle",
             {"length": 512, "needles": 2, "queries": 3},

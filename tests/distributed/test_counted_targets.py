@@ -142,9 +142,7 @@ def reference_step(overrides, padded):
         ],
     ),
 )
-def test_first_step_matches_reference_without_ignored_targets_and_padding(
-    ranks, overrides, padded, tmp_path
-):
+def test_first_step_matches_reference_without_ignored_targets(ranks, overrides, padded, tmp_path):
     own = ("parallel.", "activation_checkpointing")
     alone = [word for word in overrides if not word.startswith(own)]
     losses, squares, share, routers = reference_step(alone, padded)

@@ -159,9 +159,7 @@ def one_process(tmp_path_factory):
         ],
     ),
 )
-def test_expert_parallel_training_matches_training_in_single_process(
-    layout, sparing, one_process, tmp_path
-):
+def test_expert_parallel_training_matches_single_process(layout, sparing, one_process, tmp_path):
     ranks, overrides = LAYOUTS[layout]
     results = run_ranks(short_run_results, ranks, tmp_path, overrides + SPARING * sparing)
     for result in results:
@@ -191,11 +189,7 @@ def test_moe_training_on_four_ranks_matches_training_on_single_rank(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "overrides"),
-    [
-        (4, ["parallel.expert=2"]),
-        (4, ["parallel.expert=1"]),
-        (2, ["parallel.expert=2"]),
-    ],
+    [(4, ["parallel.expert=2"]), (4, ["parallel.expert=1"]), (2, ["parallel.expert=2"])],
 )
 def test_expert_parameters_are_distributed_evenly_over_all_ranks(ranks, overrides, tmp_path):
     (one,) = run_ranks(short_run_results, 1, tmp_path, TWO_EXPERTS)
@@ -226,9 +220,7 @@ def test_expert_parallel_training_is_correct_if_one_rank_receives_no_tokens(layo
 
 
 @pytest.mark.slow
-def test_compiled_expert_parallel_training_matches_training_in_single_process(
-    one_process, tmp_path
-):
+def test_compiled_expert_parallel_training_matches_single_process(one_process, tmp_path):
     for extra in (SPARING, ["activation_checkpointing=selective"]):
         overrides = ["parallel.expert=2", "compile=true", *extra]
         assert_alike(

@@ -320,9 +320,7 @@ def test_mkl_mode_uses_avx512_only_if_cpu_has_all_required_flags(tmp_path, flags
         ("COMPATIBLE", "AVX512,STRICT", "AVX2,STRICT", "COMPATIBLE"),
     ],
 )
-def test_resume_uses_recorded_mkl_mode_unless_user_sets_mode(
-    monkeypatch, by_user, cpu, recorded, expected
-):
+def test_resume_keeps_mkl_mode_unless_user_sets_mode(monkeypatch, by_user, cpu, recorded, expected):
     monkeypatch.setattr(launcher, "strict_mode", lambda: cpu)
     monkeypatch.delenv("DIFFLLM_MKL_CBWR", raising=False)
     monkeypatch.delenv("MKL_CBWR", raising=False)

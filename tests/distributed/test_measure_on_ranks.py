@@ -139,8 +139,7 @@ def answered(overrides):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "overrides"),
-    slow_but([(2, V2), (2, MOE)], [(1, V2), (2, V2), (2, MOE), (3, MOE)]),
+    ("ranks", "overrides"), slow_but([(2, V2), (2, MOE)], [(1, V2), (2, V2), (2, MOE), (3, MOE)])
 )
 def test_task_scores_on_every_rank_equal_scores_of_single_process(ranks, overrides, tmp_path):
     if ranks == 3:

@@ -80,8 +80,7 @@ def png_size(path: Path):
 
 
 @pytest.mark.parametrize(
-    "variant",
-    slow_but(["diff_v1"], ["gated", "diff_v1", "diff_v2_unshared_kv"]),
+    "variant", slow_but(["diff_v1"], ["gated", "diff_v1", "diff_v2_unshared_kv"])
 )
 def test_attention_map_command_writes_figure_and_prints_table(make_short_run, output_of, variant):
     run = make_short_run(variant)
@@ -146,9 +145,7 @@ def test_attention_map_command_writes_figure_of_single_head(make_short_run, outp
         (["prompt=x", "out=/dev/null/a.png"], ["out=/dev/null/a.png"]),
     ],
 )
-def test_attention_map_command_prints_error_for_invalid_argument(
-    make_short_run, error_of, words, named
-):
+def test_attention_map_command_refuses_invalid_argument(make_short_run, error_of, words, named):
     run = make_short_run()
     before = sorted(run.rglob("*"))
     error = error_of("attention-map", f"run={run}", *words)

@@ -82,9 +82,7 @@ def summed(weights, kinds):
 
 @torch.no_grad()
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_attention_mass_matches_reference_if_batch_is_padded(
-    variant,
-):
+def test_attention_mass_matches_reference_if_batch_is_padded(variant):
     model = three_layer_model(variant)
     ids = torch.tensor([context + [0] * (7 - len(context)) for context in CONTEXTS])
     kinds = torch.tensor([own + [1] * (7 - len(own)) for own in KINDS])
@@ -174,9 +172,7 @@ def line(heads, **facts):
     return counts | {"no key": [0.0, 0.0], "heads": heads, "maps": {"": shares}} | facts
 
 
-def test_attention_mass_scores_match_reference_values(
-    monkeypatch,
-):
+def test_attention_mass_scores_match_reference_values(monkeypatch):
     drawn = np.random.default_rng(0).uniform(0, 0.5, (16, 2, 2))
     drawn[:, [0, 1], [1, 0]] += 0.3
     facts = [{"text": i % 8 // 2, "level": i // 8, "depth": i % 2} for i in range(16)]

@@ -53,9 +53,7 @@ def test_evaluate_command_prints_accuracy_as_json_or_table(untrained_run, output
         assert text in table
 
 
-def test_evaluate_command_reuses_stored_result_if_settings_are_unchanged(
-    untrained_run, output_of, monkeypatch
-):
+def test_evaluate_command_reuses_result_of_same_settings(untrained_run, output_of, monkeypatch):
     words = ["evaluate", f"run={untrained_run}", *FAST, "--json"]
     first = output_of(*words)
     directory = untrained_run / "evaluation" / "step-00000000"
@@ -91,9 +89,7 @@ def test_evaluate_command_reuses_stored_result_if_settings_are_unchanged(
 
 
 @pytest.mark.slow
-def test_evaluate_command_compares_sweep_variants_with_baseline(
-    tmp_path, tokenizer_bytes, output_of
-):
+def test_evaluate_command_compares_variants_with_baseline(tmp_path, tokenizer_bytes, output_of):
     sweep = tmp_path / "sweep"
     names = [f"{variant}-seed{seed}" for variant in ("diff_v2", "standard") for seed in (0, 1)]
     for name in names:
@@ -181,7 +177,7 @@ def test_accuracy_interval_depends_on_number_of_independent_clusters():
 
 
 @torch.no_grad()
-def test_evaluate_command_prints_error_for_invalid_argument(
+def test_evaluate_command_refuses_invalid_argument(
     untrained_run, tmp_path, tokenizer_bytes, error_of
 ):
     short = write_weights(tmp_path / "short", tokenizer_bytes, "seq_len=16")
@@ -223,9 +219,7 @@ class Copied(Task):
 """
 
 
-def test_evaluate_command_runs_task_from_plugin_file(
-    untrained_run, tmp_path, output_of, monkeypatch
-):
+def test_evaluate_command_runs_task_of_plugin_file(untrained_run, tmp_path, output_of, monkeypatch):
     (tmp_path / "copied_task.py").write_text(OWN, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(TASKS, "copied", TASKS["mqar"])  # monkeypatch removes the task at the end.
@@ -256,7 +250,7 @@ def test_evaluate_command_runs_task_from_examples_file(untrained_run, tmp_path, 
     assert json.loads(output_of(*words, "limit=10"))["own"]["scores"][0]["examples"] == 5
 
 
-def test_evaluate_command_refuses_two_examples_files_of_one_name(
+def test_evaluate_command_refuses_two_files_of_one_name(
     untrained_run, tmp_path, output_of, error_of
 ):
     example = {"prompt": "a", "answer": " b", "candidates": [" b", " c"]}
@@ -290,9 +284,7 @@ def test_evaluate_command_refuses_two_examples_files_of_one_name(
     assert stored.read_bytes() == edited
 
 
-def test_evaluate_command_reads_examples_file_with_byte_order_mark(
-    untrained_run, tmp_path, output_of
-):
+def test_evaluate_command_ignores_byte_order_mark_of_examples(untrained_run, tmp_path, output_of):
     own = write_jsonl(tmp_path / "own.jsonl", [{"prompt": "a b", "answer": " c"}])
     outputs = []
     for mark in (b"", codecs.BOM_UTF8):
@@ -310,7 +302,7 @@ def test_evaluate_command_reads_examples_file_with_byte_order_mark(
         ({"prompt": "a", "answer": "b", "level": {"x": [1]}}, "line 2: level must map"),
     ],
 )
-def test_error_of_invalid_examples_file_contains_line_number(
+def test_error_of_invalid_examples_contains_line_number(
     untrained_run, tmp_path, error_of, line, said
 ):
     own = write_jsonl(tmp_path / "own.jsonl", [{"prompt": "a", "answer": "b"}, line])

@@ -29,9 +29,7 @@ def run_without_results(run: Path, to: Path) -> Path:
     return to
 
 
-def test_repeated_evaluate_command_prints_stored_results(
-    measured_run, output_of, monkeypatch, tmp_path
-):
+def test_repeated_evaluation_prints_stored_results(measured_run, output_of, monkeypatch, tmp_path):
     measured_run = run_without_results(measured_run, tmp_path / "run")
     words = ["evaluate", f"run={measured_run}", "suite=checkpoint", "limit=9", "--json"]
     first = output_of(*words)
@@ -78,9 +76,7 @@ def test_outliers_evaluation_matches_outliers_command(measured_run, output_of):
         assert logits[score["layer"], score["map"]] == score["value"]
 
 
-def test_evaluate_command_requires_original_corpus_for_new_results(
-    measured_run, tmp_path, output_of, error_of
-):
+def test_new_results_require_the_original_corpus(measured_run, tmp_path, output_of, error_of):
     words = data_words(tmp_path)
     made(tmp_path / "run", *words, "seq_len=64")
     own = f"run={tmp_path / 'run'}"

@@ -67,16 +67,14 @@ def test_outliers_command_prints_values_of_every_attention_map(six_step_run, out
         (["run={run}", "prompt=a"], "unknown argument 'prompt=a'"),
     ],
 )
-def test_outliers_command_prints_single_error_line_for_invalid_arguments(
-    six_step_run, outliers, words, named
-):
+def test_outliers_command_refuses_invalid_arguments(six_step_run, outliers, words, named):
     done = outliers(*(word.format(run=six_step_run) for word in words))
     assert (done.code, done.out) == (2, "")
     assert named in done.err
     assert done.err.count("\n") == 1
 
 
-def test_outliers_command_refuses_changed_corpus_or_missing_checkpoint(
+def test_outliers_command_refuses_changed_corpus_or_lost_checkpoint(
     six_step_run, outliers, tmp_path
 ):
     other = shutil.copytree(six_step_run, tmp_path / "other")

@@ -64,10 +64,7 @@ def test_position_evaluation_separates_first_and_repeated_spans():
     text = [*b"ab1.ab1.ab2."]
     found = sums(text, [float(i) for i in range(12)], [True] * 12)["span"]
     #   a b 1 . a b 1 . a b 2 .    "b2." follows two tokens that are new in this order
-    assert found == {
-        "first": [2.0 + 3 + 4 + 5 + 11, 5],
-        "repeated": [6.0 + 7 + 8 + 9, 4],
-    }
+    assert found == {"first": [2.0 + 3 + 4 + 5 + 11, 5], "repeated": [6.0 + 7 + 8 + 9, 4]}
     assert [octave(n) for n in (0, 1, 2, 3, 4, 7, 8, 1024)] == [
         *("0", "1", "2-3", "2-3", "4-7", "4-7", "8-15", "1024-2047")
     ]

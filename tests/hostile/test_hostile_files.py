@@ -59,10 +59,7 @@ def test_reader_of_special_file_raises_user_error_or_returns_usable_values(copy,
             entry.check(value, valid)
 
 
-@pytest.mark.parametrize(
-    ("name", "damage", "message"),
-    rows(),
-)
+@pytest.mark.parametrize(("name", "damage", "message"), rows())
 def test_error_of_damaged_file_names_file_and_damage(copy, name, damage, message):
     entry = FILES[name]
     place = copy(entry.place)

@@ -77,8 +77,7 @@ def test_resume_removes_lines_of_later_steps_from_metrics_file(tmp_path, last):
 
 
 @pytest.mark.parametrize(
-    "junk",
-    [b"{", b'{"step": 4', b"\0" * 40, b"\xff\xfe\n", b"17\n", b"null\n", b'{"step": "x"}\n'],
+    "junk", [b"{", b'{"step": 4', b"\0" * 40, b"\xff\xfe\n", b"17\n", b"null\n", b'{"step": "x"}\n']
 )
 def test_resume_ignores_invalid_bytes_at_end_of_metrics_file(tmp_path, junk):
     """A kill can truncate the last line; a power failure can leave invalid bytes."""

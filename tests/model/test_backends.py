@@ -124,7 +124,7 @@ def ran(monkeypatch):
     ("backend", "called"), [("sdpa", "varlen_attn"), ("flash", "flash_attn_varlen_func")]
 )
 @pytest.mark.parametrize(("shape", "wide"), ADAPTED)
-def test_varlen_attention_matches_masked_sdpa_for_packed_documents(
+def test_varlen_attention_matches_masked_sdpa_in_packed_documents(
     ran, shape, wide, backend, called
 ):
     q, k, v = heads(shape, wide, dtype=torch.bfloat16)
@@ -167,9 +167,7 @@ def test_every_attention_backend_uses_sdpa_for_decoding_step(ran, backend, monke
 
 @pytest.mark.parametrize("cudnn", [False, True])
 @pytest.mark.parametrize(("masked", "half", "d"), [(0, 1, 8), (1, 1, 8), (0, 0, 8), (0, 1, 136)])
-def test_sdpa_on_gpu_receives_shapes_supported_by_fused_kernels(
-    monkeypatch, masked, half, d, cudnn
-):
+def test_sdpa_on_gpu_gets_shapes_supported_by_fused_kernels(monkeypatch, masked, half, d, cudnn):
     """FlashAttention needs equal widths, half precision and no mask. Others need equal heads.
 
     cuDNN also takes wide values. The question to cuDNN contains no length, which torch.compile may

@@ -160,13 +160,7 @@ PROBS = [0.15, 0.4, 0.05, 0.3, 0.1]
 
 @pytest.mark.parametrize(
     ("top_p", "kept"),
-    [
-        (0.01, [1]),
-        (0.41, [1, 3]),
-        (0.71, [1, 3, 0]),
-        (0.86, [1, 3, 0, 4]),
-        (0.96, [0, 1, 2, 3, 4]),
-    ],
+    [(0.01, [1]), (0.41, [1, 3]), (0.71, [1, 3, 0]), (0.86, [1, 3, 0, 4]), (0.96, [0, 1, 2, 3, 4])],
 )
 def test_top_p_keeps_fewest_tokens_that_reach_probability_top_p(top_p, kept):
     expected = torch.tensor([p if i in kept else 0.0 for i, p in enumerate(PROBS)])

@@ -161,9 +161,7 @@ def assert_near(mine, other, atol=1e-10):
 
 @given(shape=shapes())
 @many
-def test_diff_v2_matches_scaled_standard_attention_if_paired_heads_are_identical(
-    shape,
-):
+def test_diff_v2_matches_scaled_standard_attention_if_paired_heads_are_identical(shape):
     attention, x = random_attention("diff_v2", shape), x_of(shape)
     make_pairs_equal(attention.wq, shape.head_dim)
     attention.w_lambda.weight.copy_(attention.w_lambda.weight[:1].expand(shape.heads, -1))
@@ -257,9 +255,7 @@ def equal_pairs(variant, shape):
 
 @given(shape=shapes("diff_v1"))
 @many
-def test_diff_v1_matches_scaled_standard_attention_if_paired_heads_are_identical(
-    shape,
-):
+def test_diff_v1_matches_scaled_standard_attention_if_paired_heads_are_identical(shape):
     aux, halves = equal_pairs("diff_v1", shape)
     assert_near(aux["context"], (1 - aux["lambda"]) * torch.cat(halves, -1))
 
@@ -315,9 +311,7 @@ def drawn_qk(shape, n_query_heads, scale=1.0):
 
 @given(shape=shapes())
 @many
-def test_sink_attention_matches_simpler_variants_for_special_sink_logits(
-    shape,
-):
+def test_sink_attention_matches_simpler_variants_for_special_sink_logits(shape):
     sink, x = random_attention("standard_sink", shape), x_of(shape)
     for variant, logit in (("standard", -1e3), ("standard_off_by_one", 0.0)):
         other = random_attention(variant, shape)
@@ -434,9 +428,7 @@ def test_rms_of_gated_or_sink_attention_context_is_between_0_and_1(variant, data
 
 @given(shape=shapes(**WIDE))
 @many
-def test_rms_of_off_by_one_attention_context_equals_closed_form(
-    shape,
-):
+def test_rms_of_off_by_one_attention_context_equals_closed_form(shape):
     """With a unit sink, n equal scores have weights 1 / (n + 1) instead of 1 / n."""
     values, _ = context_rms("standard_off_by_one", shape, 0.0)
     n = positions(shape)

@@ -277,7 +277,7 @@ def test_unsupported_attention_backend_raises_config_error(variant, refused, rea
         ((*V2, *V4), (8, 0), []),
     ],
 )
-def test_flash_backend_uses_newest_installed_version_supported_by_gpu(
+def test_flash_backend_uses_newest_version_supported_by_gpu(
     machine, packages, capability, activated
 ):
     calls = machine(capability, packages)

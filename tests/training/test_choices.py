@@ -14,12 +14,7 @@ from diffllm.distributed.fsdp import chosen_reduce
 from diffllm.distributed.mesh import Reduce
 from diffllm.plan.simulate import fake_world
 from diffllm.training import build as building
-from diffllm.training.build import (
-    WORTH_COMPILING,
-    chosen_compile,
-    chosen_precision,
-    sharded_model,
-)
+from diffllm.training.build import WORTH_COMPILING, chosen_compile, chosen_precision, sharded_model
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 

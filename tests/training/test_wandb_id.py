@@ -83,9 +83,7 @@ def record_of(run: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("evidence", ["directory", "run.json", "upload"])
-def test_offline_start_of_online_run_has_new_id_also_with_another_wandb_dir(
-    tmp_path, monkeypatch, evidence
-):
+def test_offline_start_of_online_run_has_new_id_in_any_wandb_dir(tmp_path, monkeypatch, evidence):
     run = tmp_path / "run"
     write_begun_run(run, tmp_path, OFFLINE, 3, 3)
     monkeypatch.setenv("WANDB_DIR", str(tmp_path / "scratch"))
