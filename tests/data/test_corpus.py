@@ -2,13 +2,13 @@ import gzip
 import os
 import re
 import sysconfig
-from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
+from runs.json_files import write_json
 from sample_texts import json_lines, opened, texts
 
 import diffllm
@@ -16,8 +16,6 @@ from diffllm.core.errors import DataError
 from diffllm.data.config import DataConfig, SampleBy
 from diffllm.data.text import file_index, files, readers
 from diffllm.data.text.file_index import combined_hash, file_facts
-
-MakeConfig = Callable[..., DataConfig]
 
 
 def test_stdlib_corpus_counts_blank_and_undecodable_files(tmp_path, make_config, monkeypatch):
@@ -60,9 +58,8 @@ def test_zst_corpus_file_is_read_completely_or_refused(tmp_path, make_config):
 
 def test_json_lines_corpus_reads_all_files_that_match_a_glob(tmp_path, make_config):
     for name in ("b", "a"):
-        (tmp_path / f"{name}.jsonl").write_text(
-            json_lines(name, None, column="body"), encoding="utf-8"
-        )
+        lines = json_lines(name, None, column="body")
+        (tmp_path / f"{name}.jsonl").write_text(lines, encoding="utf-8")
     cfg = make_config(tmp_path / "*.jsonl", tmp_path / "a.jsonl", text_column="body")
     assert texts(cfg) == ["a", None, "b", None]
 
@@ -88,9 +85,7 @@ def test_json_lines_corpus_reads_all_files_that_match_a_glob(tmp_path, make_conf
         ("a.json", b"[]", "a.json cannot be read: the file must be an array of objects"),
     ],
 )
-def test_unusable_file_raises_one_line_error_with_path(
-    tmp_path, make_config, name, content, message
-):
+def test_unusable_file_raises_short_error_with_path(tmp_path, make_config, name, content, message):
     good = tmp_path / "good.jsonl"
     good.write_text(json_lines("fine"), encoding="utf-8")
     (tmp_path / name).write_bytes(content)
@@ -117,28 +112,21 @@ def test_error_for_missing_parquet_column_suggests_text_columns(tmp_path, make_c
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(DataError) as caught:
         texts(make_config(tmp_path / "a.parquet"))
-    assert str(caught.value).endswith(
-        f"a.parquet has no column 'text' that contains text (columns: {end}"
-    )
+    said = f"a.parquet has no column 'text' that contains text (columns: {end}"
+    assert str(caught.value).endswith(said)
 
 
 def test_json_array_corpus_reads_only_the_text_column(tmp_path, make_config):
     path = tmp_path / "a.json"
-    path.write_text(
-        '[{"id": 1}, {"text": "a", "meta": 1}, {"text": "b", "meta": "x"}]', encoding="utf-8"
-    )
+    write_json(path, [{"id": 1}, {"text": "a", "meta": 1}, {"text": "b", "meta": "x"}])
     assert texts(make_config(path)) == [None, "a", "b"]
-    path.write_text('[{"text": "a"}, {"text": 1}]', encoding="utf-8")
-    with pytest.raises(
-        DataError, match=r"a.json cannot be read: column 'text' contains int, not text"
-    ):
+    write_json(path, [{"text": "a"}, {"text": 1}])
+    with pytest.raises(DataError, match=r"a.json cannot be read: column 'text' contains int, not"):
         texts(make_config(path))
 
 
 @pytest.mark.parametrize("block_bytes", [1, 7, 1 << 22])
-def test_documents_are_independent_of_read_block_size(
-    tmp_path, make_config, monkeypatch, block_bytes
-):
+def test_documents_do_not_depend_on_block_size(tmp_path, make_config, monkeypatch, block_bytes):
     documents = ["one", "two\r\nlines é\u2028", "a" * 50, " ", "b"]
     monkeypatch.setattr(readers, "BLOCK_BYTES", block_bytes)
     monkeypatch.setattr(files, "PART_BYTES", 30)

@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow
@@ -25,7 +25,6 @@ from diffllm.data.preparation.prepare import prepare
 from diffllm.data.text import files
 from diffllm.data.text.file_index import FileFacts
 
-MakeConfig = Callable[..., DataConfig]
 TEXTS = sample_documents(3000)
 
 PREPARE = """
@@ -145,9 +144,7 @@ def rewrite(path: Path) -> None:
 
 @pytest.mark.parametrize("change", slow_but([rewrite], [vanish, grow, replace, rewrite]))
 @pytest.mark.parametrize("call", [0, 1])
-def test_file_that_changes_after_hashing_is_refused(
-    tmp_path, make_config, monkeypatch, change, call
-):
+def test_file_that_changes_after_hash_is_refused(tmp_path, make_config, monkeypatch, change, call):
     """The file changes before reading (call 0) or during reading (call 1)."""
     paths = make_three(tmp_path, ".jsonl")
     original, check, calls = paths[1].read_bytes(), files.check_unchanged, iter(range(9))
@@ -192,11 +189,9 @@ def test_randomly_killed_preparation_leaves_no_incomplete_directory(tmp_path, ma
         assert done.returncode == -signal.SIGKILL, done.stderr
         killed += 1
         for name in visible(Path(cfg.cache_dir)):
-            directory = Path(cfg.cache_dir) / name
-            expected = tmp_path / "undisturbed" / name
-            assert {p.name for p in directory.glob("[!.]*")} == {
-                p.name for p in expected.glob("[!.]*")
-            }
+            directory, expected = Path(cfg.cache_dir) / name, tmp_path / "undisturbed" / name
+            names = {path.name for path in expected.glob("[!.]*")}
+            assert {path.name for path in directory.glob("[!.]*")} == names
     assert contents(prepare(cfg)) == contents(undisturbed)
     assert not list(Path(cfg.cache_dir).glob("tokens/*.partial-*/tokens"))
 

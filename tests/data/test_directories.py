@@ -5,7 +5,6 @@ import json
 import os
 import re
 from codecs import BOM_UTF8
-from collections.abc import Callable
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,8 @@ from sample_texts import json_lines, opened, texts
 from tiers import pairs
 
 from diffllm.core.errors import DataError
-from diffllm.data.config import DataConfig
 from diffllm.data.text import files
 from diffllm.data.text.file_index import COMPRESSIONS, TEXT_FORMAT_BY_SUFFIX
-
-MakeConfig = Callable[..., DataConfig]
 
 TREE = {
     "z.md": b"z",

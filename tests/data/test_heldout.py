@@ -20,7 +20,6 @@ from diffllm.data.streams import TokenStream
 from diffllm.data.tokenizer import Tokenizer
 
 EOS = 0
-MakeStream = Callable[..., TokenStream]
 
 
 def lengths_of(documents: int, seed: int = 0) -> list[int]:
@@ -36,31 +35,29 @@ def distinct_tokens(lengths: list[int]) -> list[int]:
 
 
 @pytest.fixture
-def stream_of_documents(make_stream: MakeStream) -> TokenStream:
+def stream(make_stream: Callable[..., TokenStream]) -> TokenStream:
     """300 documents, in shards of 97 tokens."""
     return make_stream(distinct_tokens(lengths_of(300)), vocab_size=2**20)
 
 
-def test_heldout_documents_selects_all_documents_if_no_limit_is_set(stream_of_documents):
+def test_heldout_documents_selects_all_documents_if_no_limit_is_set(stream):
     lengths = lengths_of(300)
     assert max(lengths) > 97 > 1 in lengths
-    for tokens in (None, len(stream_of_documents), 1e12):
-        found = heldout_documents(stream_of_documents, EOS, tokens)
+    for tokens in (None, len(stream), 1e12):
+        found = heldout_documents(stream, EOS, tokens)
         assert found.lengths.tolist() == lengths
         assert found.starts.tolist() == np.cumsum([0, *lengths[:-1]]).tolist()
-        assert heldout_tokens(stream_of_documents, EOS, tokens) == len(stream_of_documents)
+        assert heldout_tokens(stream, EOS, tokens) == len(stream)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("tokens", [None, 200])
-def test_heldout_document_batches_contain_each_token_once_as_target(
-    stream_of_documents, world_size, tokens
-):
-    chosen = heldout_documents(stream_of_documents, EOS, tokens)
+def test_heldout_document_batches_contain_each_token_once_as_target(stream, world_size, tokens):
+    chosen = heldout_documents(stream, EOS, tokens)
     pairs = [
         (i, token)
         for i, (start, length) in enumerate(zip(chosen.starts, chosen.lengths, strict=True))
-        for token in stream_of_documents.tokens(start, start + length).tolist()
+        for token in stream.tokens(start, start + length).tolist()
     ]
     before = dict(zip(range(len(pairs)), [EOS, *(token for _, token in pairs)], strict=False))
     shape = (2, 32)
@@ -77,9 +74,9 @@ def test_heldout_document_batches_contain_each_token_once_as_target(
     assert seen == pairs
 
 
-def test_short_heldout_documents_are_never_cut_if_whole_is_true(stream_of_documents):
-    chosen = heldout_documents(stream_of_documents, EOS, whole=True)
-    cut = heldout_documents(stream_of_documents, EOS)
+def test_short_heldout_documents_are_never_cut_if_whole_is_true(stream):
+    chosen = heldout_documents(stream, EOS, whole=True)
+    cut = heldout_documents(stream, EOS)
     rows = [torch.cat(parts) for parts in zip(*chosen.batches(32, 2), strict=True)]
     inputs, targets, owners = rows
     held = targets >= 0
@@ -112,21 +109,21 @@ def test_heldout_sample_with_whole_documents_cuts_no_short_document(make_stream)
 
 
 @pytest.mark.parametrize("numbers", ["documents", "tokens"])
-def test_larger_heldout_selection_contains_every_smaller_selection(stream_of_documents, numbers):
-    every = heldout_documents(stream_of_documents, EOS)
+def test_larger_heldout_selection_contains_every_smaller_selection(stream, numbers):
+    every = heldout_documents(stream, EOS)
     whole = dict(zip(every.starts.tolist(), every.lengths.tolist(), strict=True))
     smaller: dict[int, int] = {}
-    for n in (1, 7, 50, 150, len(every), len(stream_of_documents) - 1):
+    for n in (1, 7, 50, 150, len(every), len(stream) - 1):
         if numbers == "documents":
-            chosen = heldout_documents(stream_of_documents, EOS, most=n)
+            chosen = heldout_documents(stream, EOS, most=n)
             tokens = int(chosen.lengths.sum())
             assert len(chosen) == min(n, len(every))
-            assert len(heldout_documents(stream_of_documents, EOS, 50, most=n)) <= n
+            assert len(heldout_documents(stream, EOS, 50, most=n)) <= n
         else:
-            chosen, tokens = heldout_documents(stream_of_documents, EOS, n), n
-            assert n <= sum(chosen.lengths) == heldout_tokens(stream_of_documents, EOS, n)
+            chosen, tokens = heldout_documents(stream, EOS, n), n
+            assert n <= sum(chosen.lengths) == heldout_tokens(stream, EOS, n)
             assert sum(chosen.lengths) < n + max(chosen.lengths)
-        again = heldout_documents(stream_of_documents, EOS, tokens)
+        again = heldout_documents(stream, EOS, tokens)
         assert again.starts.tolist() == chosen.starts.tolist()
         found = dict(zip(chosen.starts.tolist(), chosen.lengths.tolist(), strict=True))
         assert len(found) == len(chosen)
@@ -199,7 +196,5 @@ def test_predicted_text_of_sample_matches_its_targets(prepared):
         targets = torch.cat([targets for _, targets in sample.batches(4)])
         text = "".join(tokenizer.decode(row[row >= 0].tolist()) for row in targets)
         counts = [sample.predicted_text(tokenizer, rank, 2) for rank in range(2)]
-        assert [sum(pair) for pair in zip(*counts, strict=True)] == [
-            int((targets >= 0).sum()),
-            len(text),
-        ]
+        expected = [int((targets >= 0).sum()), len(text)]
+        assert [sum(pair) for pair in zip(*counts, strict=True)] == expected

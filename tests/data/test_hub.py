@@ -1,6 +1,5 @@
 """Datasets of the hub, streamed from a local server; messages name files that hang."""
 
-import json
 import os
 import socket
 import subprocess
@@ -14,6 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from fake_hub import NAME, SHA
+from runs.json_files import write_jsonl
 from sample_texts import sample_documents
 
 from diffllm.core.errors import DataError
@@ -22,7 +22,6 @@ from diffllm.data.preparation.prepare import prepare
 from diffllm.data.prepared import TokenData
 from diffllm.data.text import hub
 
-MakeConfig = Callable[..., DataConfig]
 TEXTS = sample_documents(300)
 PREPARE = """
 import sys
@@ -80,10 +79,8 @@ def test_hub_dataset_files_are_streamed_without_local_copies(tmp_path, serve, ma
     assert f"{NAME}@{SHA[:12]}, train" in result.stderr
     data = TokenData(Path(result.stdout.strip()))
     assert len(data.manifest.splits["train"].shards) == 3  # one shard per file
-    (tmp_path / "local.jsonl").write_text(
-        "".join(json.dumps({"text": t}) + "\n" for t in TEXTS), encoding="utf-8"
-    )
-    local = make_config(tmp_path / "local.jsonl", tokenizer=str(data.directory))
+    corpus = write_jsonl(tmp_path / "local.jsonl", [{"text": text} for text in TEXTS])
+    local = make_config(corpus, tokenizer=str(data.directory))
     for split in ("train", "heldout"):
         here, there = prepare(local).split(split), data.split(split)
         assert (here.tokens(0, len(here)) == there.tokens(0, len(there))).all()
@@ -150,7 +147,5 @@ def test_unknown_hub_dataset_split_raises_error_with_available_splits(tmp_path, 
     script = PREPARE.replace(")).directory", "split='dev')).directory")
     words = [sys.executable, "-c", script, str(tmp_path / "cache"), NAME, SHA]
     result = subprocess.run(words, env=serve(), capture_output=True, encoding="utf-8")
-    assert (
-        f"DataError: data.dataset={NAME} cannot be read: Bad split: dev. Available splits"
-        in result.stderr
-    )
+    said = f"DataError: data.dataset={NAME} cannot be read: Bad split: dev. Available splits"
+    assert said in result.stderr

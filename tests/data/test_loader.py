@@ -86,9 +86,8 @@ def test_loader_step_reads_same_samples_for_any_world_size_and_micro_batch(
     make_loader, world_size, micro_batch_size, num_workers
 ):
     """Nine steps cross two borders of epochs; the first border is inside a batch."""
-    steps = global_steps(
-        make_loader, 9, world_size, micro_batch_size=micro_batch_size, num_workers=num_workers
-    )
+    layout = {"micro_batch_size": micro_batch_size, "num_workers": num_workers}
+    steps = global_steps(make_loader, 9, world_size, **layout)
     assert steps == [expected_step(step) for step in range(9)]
 
 
@@ -103,14 +102,8 @@ def test_loader_resumes_at_any_step_with_any_world_size_and_micro_batch(
     for _ in range(consumed * 3):
         next(loader)
     state = loader.state_dict()
-    resumed = global_steps(
-        make_loader,
-        3,
-        world_size,
-        state,
-        micro_batch_size=micro_batch_size,
-        num_workers=num_workers,
-    )
+    layout = {"micro_batch_size": micro_batch_size, "num_workers": num_workers}
+    resumed = global_steps(make_loader, 3, world_size, state, **layout)
     assert resumed == [expected_step(consumed + step) for step in range(3)]
 
 

@@ -25,7 +25,6 @@ from diffllm.data.streams import JoinedStream, TokenStream
 from diffllm.training.checks import corpus_facts
 
 EOS, TOKENS = 0, 400
-MakeStream = Callable[..., TokenStream]
 FILES = Path(__file__).parent.parent / "data_files" / "imported"
 
 
@@ -57,7 +56,7 @@ def opened_stream(directory: Path) -> TokenStream:
 
 
 @pytest.fixture
-def masked(make_stream: MakeStream, tmp_path: Path) -> TokenStream:
+def masked(make_stream: Callable[..., TokenStream], tmp_path: Path) -> TokenStream:
     """A masked stream of several shards."""
     tokens, mask = random_documents()
     make_stream(tokens)

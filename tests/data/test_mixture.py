@@ -66,10 +66,10 @@ def test_mixture_sources_are_shuffled_independently(make_mixture):
     assert len(code) == 100
     assert sorted(code[:50]) == sorted(code[50:]) == [8 * i for i in range(50)], "two epochs"
     assert code[:50] != code[50:]
-    assert read != first_tokens(make_mixture(curriculum=[], seed=6), range(200))
-    assert [t // 1000 for t in read] == [
-        t // 1000 for t in first_tokens(make_mixture(curriculum=[], seed=6), range(200))
-    ], "the seed must only shuffle within sources"
+    other = first_tokens(make_mixture(curriculum=[], seed=6), range(200))
+    assert read != other
+    sources = [token // 1000 for token in read]
+    assert sources == [token // 1000 for token in other], "the seed shuffles only within sources"
 
 
 @pytest.mark.parametrize(
@@ -117,9 +117,8 @@ def test_resumed_mixture_uses_new_weights_for_remaining_samples(make_mixture):
     """Each source resumes with its next sequence; a second resume reads the same samples."""
     former = make_mixture(curriculum=[])
     state = former.state(101)
-    changed = make_mixture(
-        curriculum=[Point(0.1, {"web": 1, "books": 1})], between=Between.constant
-    )
+    weights = {"curriculum": [Point(0.1, {"web": 1, "books": 1})], "between": Between.constant}
+    changed = make_mixture(**weights)
     assert changed.sample_of(state) == 101
     read = first_tokens(changed, range(101, 301))
     assert {token // 1000 for token in read} == {1, 2}
@@ -129,7 +128,7 @@ def test_resumed_mixture_uses_new_weights_for_remaining_samples(make_mixture):
     common = min(len(books), len(every_book) - before[2])
     assert books[:common] == every_book[before[2] : before[2] + common]
 
-    again = make_mixture(curriculum=[Point(0.1, {"web": 1, "books": 1})], between=Between.constant)
+    again = make_mixture(**weights)
     later = changed.state(150)
     assert again.sample_of(later) == 150
     assert first_tokens(again, range(150, 301)) == read[49:]
@@ -213,12 +212,9 @@ def test_token_range_of_joined_stream_may_span_several_streams(make_stream):
 
 
 def test_all_mixture_sources_use_one_common_tokenizer(tmp_path):
-    (tmp_path / "a.txt").write_text(
-        "\n\n".join(f"def f{i}(x): return x + {i}" for i in range(200)), encoding="utf-8"
-    )
-    (tmp_path / "b.txt").write_text(
-        "\n\n".join(f"The {i}th day was mild." for i in range(200)), encoding="utf-8"
-    )
+    for name, text in (("a", "def f{0}(x): return x + {0}"), ("b", "The {}th day was mild.")):
+        paragraphs = "\n\n".join(text.format(i) for i in range(200))
+        (tmp_path / f"{name}.txt").write_text(paragraphs, encoding="utf-8")
     texts: dict[str, Any] = {"source": "files", "sample_by": SampleBy.paragraph}
     sources = {
         "code": SourceConfig(**texts, paths=[str(tmp_path / "a.txt")], weight=3),

@@ -248,9 +248,8 @@ def test_packed_step_reads_same_samples_for_any_world_size_and_micro_batch(
     places = [int(permute(np.array([g % n]), n, SEED, g // n)[0]) for g in samples]
     expected = torch.stack(sequences.read(np.array(places)), dim=1)
     layout = {"micro_batch_size": micro_batch_size, "num_workers": num_workers}
-    loaders = [
-        make_packed_loader(rank=r, world_size=world_size, **layout) for r in range(world_size)
-    ]
+    layout |= {"world_size": world_size}
+    loaders = [make_packed_loader(rank=rank, **layout) for rank in range(world_size)]
     steps = len(samples) // (world_size * micro_batch_size)
     read = [torch.stack(next(each), dim=1) for _ in range(steps) for each in loaders]
     assert torch.equal(torch.cat(read), expected)

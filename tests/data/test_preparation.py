@@ -3,26 +3,23 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from processes import PATIENCE_S
-from runs.json_files import read_json
+from runs.json_files import read_json, write_jsonl
 from sample_texts import contents, documents_of, sample_documents
 from tiers import pairs
 
 from diffllm.cli.prepare import prepared_text
 from diffllm.core.errors import DataError
-from diffllm.data.config import DataConfig, SampleBy
+from diffllm.data.config import SampleBy
 from diffllm.data.preparation.prepare import RunHashes, held_out_pieces, prepare
 from diffllm.data.prepared import TokenData
 from diffllm.data.text.corpus import open_corpus
 from diffllm.data.text.skipped import report_again, skipped_text
-
-MakeConfig = Callable[..., DataConfig]
 
 PREPARE = """
 import sys
@@ -90,11 +87,8 @@ def test_heldout_texts_do_not_depend_on_document_order_or_duplicates(tmp_path, m
 
 
 def test_prepare_excludes_and_counts_blank_documents(tmp_path, make_config):
-    corpus = tmp_path / "corpus.jsonl"
     texts: list[str | None] = [*sample_documents(30), "", " \n\u00a0", None]
-    corpus.write_text(
-        "".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8"
-    )
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"text": text} for text in texts])
     data = prepare(make_config(corpus, vocab_size=300))
     assert data.manifest.skipped_empty == 3
     assert sum(split.documents for split in data.manifest.splits.values()) == 30
@@ -103,10 +97,7 @@ def test_prepare_excludes_and_counts_blank_documents(tmp_path, make_config):
 def test_prepare_names_each_skipped_file_once(tmp_path, make_config, prepared, capsys):
     docs = tmp_path / "docs"
     docs.mkdir()
-    (docs / "a.jsonl").write_text(
-        "".join(json.dumps({"text": text}) + "\n" for text in sample_documents(30)),
-        encoding="utf-8",
-    )
+    write_jsonl(docs / "a.jsonl", [{"text": text} for text in sample_documents(30)])
     for number in range(12):
         (docs / f"{number:02}.md").write_text("a note", encoding="utf-8")
     cfg = make_config(docs, tokenizer=str(prepared.directory))

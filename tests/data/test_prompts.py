@@ -17,13 +17,12 @@ from diffllm.data.prepared import TokenData
 from diffllm.data.samples import training_samples
 from diffllm.data.text import files
 
-MakeConfig = Callable[..., DataConfig]
 TEXTS = sample_documents(400)
 PAIRS = list(zip(TEXTS[:200], TEXTS[200:], strict=True))
 
 
 @pytest.fixture
-def prompted(tmp_path: Path, make_config: MakeConfig) -> DataConfig:
+def prompted(tmp_path: Path, make_config: Callable[..., DataConfig]) -> DataConfig:
     rows = [{"prompt": a, "completion": b} for a, b in PAIRS]
     rows[0]["prompt"] = rows[1]["prompt"] = ""
     write_jsonl(tmp_path / "a.jsonl", rows)

@@ -36,10 +36,8 @@ def test_permute_result_for_an_index_does_not_depend_on_other_indices(n, seed, d
 @given(n=st.integers(min_value=200, max_value=5000), seed=SEEDS, epoch=EPOCHS)
 def test_permutation_differs_between_epochs_and_seeds(n, seed, epoch):
     order = permute(np.arange(n), n, seed, epoch)
-    for other in (
-        permute(np.arange(n), n, seed, epoch + 1),
-        permute(np.arange(n), n, seed + 1, epoch),
-    ):
+    for other_seed, other_epoch in ((seed, epoch + 1), (seed + 1, epoch)):
+        other = permute(np.arange(n), n, other_seed, other_epoch)
         # Two random permutations agree at one place on average.
         assert (order == other).sum() < 20
 
@@ -69,9 +67,8 @@ def test_corpus_bits_per_nat_matches_reference_value(prepared, make_config):
     stream, tokenizer = prepared.split("train"), prepared.tokenizer()
     text = tokenizer.decode(stream.tokens(0, len(stream)).tolist())
     expected = len(stream) / len(text.encode()) / math.log(2)
-    assert training_samples(prepared, make_config(), 8, 0, 4).bits_per_nat(4) == pytest.approx(
-        expected
-    )
+    samples = training_samples(prepared, make_config(), 8, 0, 4)
+    assert samples.bits_per_nat(4) == pytest.approx(expected)
 
 
 def test_mixture_bits_per_nat_depends_on_token_count_per_source(tmp_path, make_config, prepared):

@@ -9,11 +9,9 @@ from diffllm.data import streams
 from diffllm.data.shards import token_dtype
 from diffllm.data.streams import TokenStream
 
-MakeStream = Callable[..., TokenStream]
-
 
 @pytest.fixture
-def sharded_stream(make_stream: MakeStream) -> TokenStream:
+def sharded_stream(make_stream: Callable[..., TokenStream]) -> TokenStream:
     return make_stream(list(range(1000)), shard_tokens=97)
 
 

@@ -135,9 +135,7 @@ def test_synthetic_corpus_refuses_invalid_settings(tmp_path, word, said):
 
 
 def test_needle_level_is_refused_if_length_is_too_small(tmp_path):
-    said = (
-        r"data.level=.* is not possible for data.task=needle: \d+ sentences of hay fit; at least 20"
-    )
+    said = r"data.level=.* is not possible for data.task=needle: \d+ sentences of hay fit; at least"
     with pytest.raises(ConfigError, match=said):
         document_pieces(tmp_path, "data.task=needle", "data.level={length: 150}")
 
@@ -165,7 +163,6 @@ def test_prepare_refuses_config_with_removed_task_setting(tmp_path, word, said):
         prepare(cfg.data)
     with pytest.raises(ConfigError, match=said):
         cfg.check_world(1)
-    (tmp_path / "config.yaml").write_text(
-        OmegaConf.to_yaml(OmegaConf.structured(cfg)), encoding="utf-8"
-    )
+    text = OmegaConf.to_yaml(OmegaConf.structured(cfg))
+    (tmp_path / "config.yaml").write_text(text, encoding="utf-8")
     assert load_run_config(tmp_path).data == cfg.data

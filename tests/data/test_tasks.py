@@ -56,9 +56,8 @@ def oracle(name: str, example: Example) -> str:
 
 def at(example: Example, candidate: str) -> int:
     """Return the place of the last occurrence of a candidate in the prompt."""
-    return max(
-        m.start() for m in re.finditer(rf"\b{re.escape(candidate.strip())}\b", example.prompt)
-    )
+    pattern = rf"\b{re.escape(candidate.strip())}\b"
+    return max(match.start() for match in re.finditer(pattern, example.prompt))
 
 
 def chosen_by(best: Callable[[Example, str], float]) -> Callable[[Example], list[str]]:
@@ -91,9 +90,8 @@ SHORTCUTS: dict[str, Callable[[Example], list[str]]] = {
 def enough(name: str, level: Level) -> list[Example]:
     """Return at least CASES examples, so that NEAR is 4 standard deviations of a guess's share."""
     chance = share_by_chance(task_examples(name, level, 4))
-    return task_examples(
-        name, level, max(CASES, math.ceil(chance * (1 - chance) * (4 / NEAR) ** 2))
-    )
+    cases = math.ceil(chance * (1 - chance) * (4 / NEAR) ** 2)
+    return task_examples(name, level, max(CASES, cases))
 
 
 def share_by_chance(given: list[Example]) -> float:
