@@ -37,12 +37,9 @@ def append_metrics(path: Path, steps: Iterator[int] | range, last_step: int = 0)
 def test_metrics_file_contains_complete_line_after_each_write(tmp_path):
     file = MetricsFile(tmp_path / "metrics.jsonl")
     for step in range(1, 4):
-        file.write({"step": step, "train/loss": 0.5, "note": "ünïcode\n"})
-        assert complete_lines(tmp_path / "metrics.jsonl")[-1] == {
-            "step": step,
-            "train/loss": 0.5,
-            "note": "ünïcode\n",
-        }
+        line = {"step": step, "train/loss": 0.5, "note": "ünïcode\n"}
+        file.write(line)
+        assert complete_lines(tmp_path / "metrics.jsonl")[-1] == line
     file.close()
     assert len(complete_lines(tmp_path / "metrics.jsonl")) == 3
 
