@@ -93,9 +93,7 @@ def test_scratch_directory_of_killed_process_is_removed_by_next_process(tmp_path
     process = forked(die_in_scratch_directory, (final,))
     process.start()
     process.join()
-    assert len(sorted_names(tmp_path)) == 3, (
-        "the scratch directory, its lock, and a directory of a user"
-    )
+    assert len(sorted_names(tmp_path)) == 3, "scratch directory, lock, and a user's directory"
     with scratch_directory(final) as scratch:
         assert sorted_names(scratch) == []
         (scratch / "whole").write_text("", encoding="utf-8")
@@ -247,9 +245,8 @@ def test_waiting_thread_acquires_lock_after_lock_file_is_deleted(tmp_path):
 
 
 def pause(path: str) -> None:
-    Path(path, "holds").write_text(
-        str(os.getpid()), encoding="utf-8"
-    )  # after the fork has closed inherited locks
+    # The fork has closed inherited locks.
+    Path(path, "holds").write_text(str(os.getpid()), encoding="utf-8")
     signal.pause()
 
 

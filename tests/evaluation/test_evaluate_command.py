@@ -63,9 +63,8 @@ def test_evaluate_command_reuses_result_of_same_settings(untrained_run, output_o
     assert head["scores"] == json.loads(first)["mqar"]["scores"]
     assert len(lines) == sum(score["examples"] for score in head["scores"])
     right = [max(range(len(v)), key=v.__getitem__) for v in (x["log_likelihoods"] for x in lines)]
-    assert [line["correct"] for line in lines] == [
-        best == line["answer"] for best, line in zip(right, lines, strict=True)
-    ]
+    correct = [best == line["answer"] for best, line in zip(right, lines, strict=True)]
+    assert [line["correct"] for line in lines] == correct
     asked: list[str] = []
     made_anew = Answers.lines
 
@@ -76,9 +75,8 @@ def test_evaluate_command_reuses_result_of_same_settings(untrained_run, output_o
     monkeypatch.setattr(Answers, "lines", made)
     assert output_of(*words) == first
     assert asked == []
-    (directory / "icl.jsonl").write_text(
-        "{", encoding="utf-8"
-    )  # An incomplete file, as after a crash.
+    # An incomplete file, as after a crash.
+    (directory / "icl.jsonl").write_text("{", encoding="utf-8")
     assert output_of(*words) == first
     assert asked == ["icl"]
     assert main([*words, "seed=1"]) == 0
@@ -159,10 +157,8 @@ def test_evaluate_command_skips_only_needle_task_if_seq_len_is_256(untrained_run
     results = json.loads(said.out)
     assert list(results) == [name for name in suite.SUITES["claims"] if name != "needle"]
     assert all(result["scores"] for result in results.values())
-    assert (
-        f"the task needle needs more tokens, but the model reads 255; skipped for {untrained_run}"
-        in said.err
-    )
+    why = "the task needle needs more tokens, but the model reads 255"
+    assert f"{why}; skipped for {untrained_run}" in said.err
 
 
 def test_accuracy_interval_depends_on_number_of_independent_clusters():
@@ -177,9 +173,7 @@ def test_accuracy_interval_depends_on_number_of_independent_clusters():
 
 
 @torch.no_grad()
-def test_evaluate_command_refuses_invalid_argument(
-    untrained_run, tmp_path, tokenizer_bytes, error_of
-):
+def test_evaluation_refuses_invalid_argument(untrained_run, tmp_path, tokenizer_bytes, error_of):
     short = write_weights(tmp_path / "short", tokenizer_bytes, "seq_len=16")
     (tmp_path / "empty").mkdir()
     for words, said in (
@@ -250,9 +244,7 @@ def test_evaluate_command_runs_task_from_examples_file(untrained_run, tmp_path, 
     assert json.loads(output_of(*words, "limit=10"))["own"]["scores"][0]["examples"] == 5
 
 
-def test_evaluate_command_refuses_two_files_of_one_name(
-    untrained_run, tmp_path, output_of, error_of
-):
+def test_evaluate_command_refuses_equal_file_names(untrained_run, tmp_path, output_of, error_of):
     example = {"prompt": "a", "answer": " b", "candidates": [" b", " c"]}
     for folder in ("arc", "piqa"):
         (tmp_path / folder).mkdir()
@@ -302,9 +294,7 @@ def test_evaluate_command_ignores_byte_order_mark_of_examples(untrained_run, tmp
         ({"prompt": "a", "answer": "b", "level": {"x": [1]}}, "line 2: level must map"),
     ],
 )
-def test_error_of_invalid_examples_contains_line_number(
-    untrained_run, tmp_path, error_of, line, said
-):
+def test_error_of_invalid_examples_has_line_number(untrained_run, tmp_path, error_of, line, said):
     own = write_jsonl(tmp_path / "own.jsonl", [{"prompt": "a", "answer": "b"}, line])
     error = error_of("evaluate", f"run={untrained_run}", f"tasks=[{own}]")
     assert error.startswith(f"error: tasks: {own}, {said}")

@@ -74,9 +74,7 @@ def test_outliers_command_refuses_invalid_arguments(six_step_run, outliers, word
     assert done.err.count("\n") == 1
 
 
-def test_outliers_command_refuses_changed_corpus_or_lost_checkpoint(
-    six_step_run, outliers, tmp_path
-):
+def test_outliers_command_refuses_other_corpus_or_lost_checkpoint(six_step_run, outliers, tmp_path):
     other = shutil.copytree(six_step_run, tmp_path / "other")
     facts = read_json(other / "run.json")
     write_json(other / "run.json", facts | {"corpus": "0" * 64})

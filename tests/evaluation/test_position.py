@@ -33,11 +33,8 @@ def bins_by_definition(text: list[int], losses: list[float], predicted: list[boo
     found: Bins = {"all": {}, "position": {}, "distance": {}, "span": {}}
     for i, token in enumerate(text):
         same = [j for j in range(i) if text[j] == token]
-        bins = {
-            "all": "",
-            "position": bin_of(i),
-            "distance": bin_of(i - same[-1]) if same else "none",
-        }
+        distance = bin_of(i - same[-1]) if same else "none"
+        bins = {"all": "", "position": bin_of(i), "distance": distance}
         seen = [text[j] for j in range(2, i) if text[j - 2 : j] == text[i - 2 : i]]
         if i >= 2 and token in seen:
             bins["span"] = "repeated"
@@ -65,9 +62,8 @@ def test_position_evaluation_separates_first_and_repeated_spans():
     found = sums(text, [float(i) for i in range(12)], [True] * 12)["span"]
     #   a b 1 . a b 1 . a b 2 .    "b2." follows two tokens that are new in this order
     assert found == {"first": [2.0 + 3 + 4 + 5 + 11, 5], "repeated": [6.0 + 7 + 8 + 9, 4]}
-    assert [octave(n) for n in (0, 1, 2, 3, 4, 7, 8, 1024)] == [
-        *("0", "1", "2-3", "2-3", "4-7", "4-7", "8-15", "1024-2047")
-    ]
+    expected = ["0", "1", "2-3", "2-3", "4-7", "4-7", "8-15", "1024-2047"]
+    assert [octave(n) for n in (0, 1, 2, 3, 4, 7, 8, 1024)] == expected
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["whole", "masked"])
@@ -83,9 +79,8 @@ def subject_and_data(
 def position_lines(
     subject: Subject, limit: int | None = None, seq_len: int | None = None
 ) -> list[Line]:
-    return POSITION.lines(
-        subject, POSITION.settings(subject, EvaluationOptions(limit=limit, seq_len=seq_len))
-    )
+    options = EvaluationOptions(limit=limit, seq_len=seq_len)
+    return POSITION.lines(subject, POSITION.settings(subject, options))
 
 
 @pytest.mark.fast_cases(2)
@@ -99,9 +94,8 @@ def test_batched_position_evaluation_matches_float64_reference(subject_and_data,
     lines = position_lines(subject, seq_len=seq_len)
     assert subject.model.cfg.seq_len == subject.model.rope.seq_len == 48
     assert [line["start"] for line in lines] == every.starts.tolist()
-    for line in position_lines(
-        subject, limit=5, seq_len=seq_len
-    ):  # A batch with different documents and padding.
+    # A batch with different documents and padding.
+    for line in position_lines(subject, limit=5, seq_len=seq_len):
         (same,) = (each for each in lines if each["start"] == line["start"])
         assert line["all"][""] == pytest.approx(same["all"][""], rel=1e-5)
     exact = build_model(dataclasses.replace(subject.cfg.model, seq_len=100))

@@ -103,9 +103,9 @@ def test_temporary_quantisation_rounds_only_block_weight_matrices(words, by_row)
         for name, value in model.state_dict().items():
             matrix = value.ndim > 1 and not PLAIN & set(name.split("."))
             groups = len(value) if value.ndim == 3 else 1
-            expected = (
-                rounded_by_reference(before[name], 4, by_row, groups) if matrix else before[name]
-            )
+            expected = before[name]
+            if matrix:
+                expected = rounded_by_reference(expected, 4, by_row, groups)
             assert same_bits(value, expected), name
     with pytest.raises(ValueError, match="positions"), quantised(model, BOTH, BOTH):
         model(torch.zeros(1, 25, dtype=torch.int64))  # longer than seq_len
@@ -158,9 +158,8 @@ def test_activation_quantisation_rounds_expert_inputs_per_token():
         gate = experts.w1[expert] @ row
         up = experts.w3[expert] @ row
         hidden = gate / (1 + torch.exp(-gate)) * up * weight
-        assert torch.allclose(
-            own, experts.w2[expert] @ rounded_by_reference(hidden[None], 4, True)[0], atol=1e-5
-        )
+        expected = experts.w2[expert] @ rounded_by_reference(hidden[None], 4, True)[0]
+        assert torch.allclose(own, expected, atol=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -179,9 +178,8 @@ def test_losses_of_quantise_evaluation_match_reference(quantised_subject):
     lines = QUANTISE.lines(quantised_subject, settings)
     for name, value in quantised_subject.model.state_dict().items():
         assert same_bits(value, before[name]), name
-    tokens = (
-        prepare(quantised_subject.cfg.data).split("heldout").tokens(0, 9 * 128 + 1).astype("int64")
-    )
+    stream = prepare(quantised_subject.cfg.data).split("heldout")
+    tokens = stream.tokens(0, 9 * 128 + 1).astype("int64")
     losses = {}
     for arm, bits, by_row in (
         ("unquantised", 0, False),

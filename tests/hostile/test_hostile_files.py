@@ -1,8 +1,6 @@
 """Damaged files are refused with their path in one line, or read with usable values."""
 
 import re
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +9,6 @@ from hostile.damage import SPECIAL, Damage, damaged, structured, try_all
 from hostile.files import FILES
 from hostile.table import DAMAGES
 
-Copy = Callable[[str], Path]
 FOLLOWED = ("inputs", "imported", "tokenizer", "llama", "qwen3_moe", "differential", "sharded")
 """Directories in which users may link files of other places."""
 REFUSED = ("run", "sweep", "checkpoint")

@@ -57,9 +57,7 @@ def fake_varlen_attn(calls, *args, **kwargs):
     a = bound.arguments
     assert a["window_size"] == (-1, 0), "causal"
     assert torch.backends.cuda.flash_sdp_enabled()
-    assert not torch.backends.cuda.cudnn_sdp_enabled(), (
-        "arguments that flash-attn-4 does not support"
-    )
+    assert not torch.backends.cuda.cudnn_sdp_enabled(), "flash-attn-4 does not support cuDNN"
     if "enable_gqa" in a:
         assert a["enable_gqa"] or a["query"].shape[1] == a["key"].shape[1]
     assert a["return_aux"] is None
@@ -124,9 +122,7 @@ def ran(monkeypatch):
     ("backend", "called"), [("sdpa", "varlen_attn"), ("flash", "flash_attn_varlen_func")]
 )
 @pytest.mark.parametrize(("shape", "wide"), ADAPTED)
-def test_varlen_attention_matches_masked_sdpa_in_packed_documents(
-    ran, shape, wide, backend, called
-):
+def test_varlen_attention_matches_masked_sdpa_for_documents(ran, shape, wide, backend, called):
     q, k, v = heads(shape, wide, dtype=torch.bfloat16)
     documents = Documents.of(tokens_with_documents(), END)
     packed = Packed(documents.boundaries, 40)

@@ -91,9 +91,7 @@ def test_expert_weight_gradient_is_zero_if_expert_has_no_tokens(monkeypatch, gar
         ("mps", torch.bfloat16, 128, (768, 2048), LOOPED),
     ],
 )
-def test_grouped_matmul_is_chosen_only_for_supported_inputs(
-    device, dtype, n_experts, widths, value
-):
+def test_grouped_matmul_is_used_only_for_supported_inputs(device, dtype, n_experts, widths, value):
     assert grouped_product(torch.device(device), dtype, n_experts, widths).value == value
 
 

@@ -13,9 +13,8 @@ from diffllm.training.provenance import provenance
 
 def git(directory: Path, *words: str) -> str:
     who = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
-    done = subprocess.run(
-        ["git", "-C", directory, *who, *words], check=True, capture_output=True, encoding="utf-8"
-    )
+    command = ["git", "-C", directory, *who, *words]
+    done = subprocess.run(command, check=True, capture_output=True, encoding="utf-8")
     return done.stdout.strip()
 
 
