@@ -209,9 +209,7 @@ def test_failed_checkpoint_save_leaves_no_files_in_directory(checkpointer, gate,
     assert capfd.readouterr().err == ""
 
 
-def test_failed_final_save_raises_error_that_mentions_newest_checkpoint(
-    checkpointer, gate, tmp_path
-):
+def test_failed_final_save_raises_error_that_names_newest_checkpoint(checkpointer, gate, tmp_path):
     gate.set()
     saved_checkpoint(checkpointer, 1)
     gate.broken = True
@@ -254,9 +252,7 @@ def test_list_checkpoints_returns_only_complete_checkpoints_in_step_order(checkp
     ("name", "shape", "said"),
     [("model.other", (2,), r"model\.other"), ("model.w", (5, 3), "cannot read the checkpoint")],
 )
-def test_load_tensors_raises_error_for_missing_tensor_or_wrong_shape(
-    checkpointer, name, shape, said
-):
+def test_load_tensors_refuses_missing_tensor_or_wrong_shape(checkpointer, name, shape, said):
     path = saved_checkpoint(checkpointer)
     with pytest.raises(CheckpointError, match=said):
         load_tensors(path, {name: torch.zeros(shape)})

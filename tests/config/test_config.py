@@ -5,7 +5,6 @@ from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
-from pathlib import Path
 from types import NoneType
 
 import pytest
@@ -84,7 +83,7 @@ def test_load_config_returns_independent_configs():
 @pytest.mark.parametrize(
     "path", slow_but(NOT_VARIANTS, FILES), ids=lambda p: f"{p.parent.name}={p.stem}"
 )
-def test_every_yaml_in_conf_composes_to_valid_config(path: Path):
+def test_every_yaml_in_conf_composes_to_valid_config(path):
     group, choice = path.parent.name, path.stem
     cfg = load_config([f"{group}={choice}", *NEEDED.get((group, choice), [])])
     assert cfg.resolved.choices[group] == choice
@@ -177,10 +176,7 @@ CORPORA = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("words", "source", "paths", "dataset"),
-    slow_but(CORPORA[::3], CORPORA),
-)
+@pytest.mark.parametrize(("words", "source", "paths", "dataset"), slow_but(CORPORA[::3], CORPORA))
 def test_load_config_derives_data_source_from_corpus_keys(words, source, paths, dataset):
     cfg = load_config(words)
     assert cfg.data.source == cfg.resolved.choices["data"] == source
@@ -190,10 +186,7 @@ def test_load_config_derives_data_source_from_corpus_keys(words, source, paths, 
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (
-            ["data=stdlib", "data.paths=a.txt"],
-            "data.paths=['a.txt'] cannot be set with",
-        ),
+        (["data=stdlib", "data.paths=a.txt"], "data.paths=['a.txt'] cannot be set with"),
         (["data.source=stdlib", "data.paths=a.txt"], "cannot be set with data.source=stdlib"),
         (["data.paths=a.txt", "data.dataset=b"], "data.paths (data=files) and data.dataset"),
         (["data.paths="], "data.source=files needs data.paths=[file, directory, glob, ...]"),

@@ -169,9 +169,7 @@ UNHASHED = (*(name for name in FREE if name != "eval"), "run.study")
 
 # Decisions
 
-ATTENTION_NAME = (
-    "The name of an attention YAML may change if all values are equal: the values decide."
-)
+ATTENTION_NAME = "The name of an attention YAML may change if all values are equal."
 COMPUTED_VALUE = "Computed values follow from other keys, which are compared."
 OWN_PATHS = "Sources of a mixture are compared by their content, like data.paths."
 GUARD = (
@@ -201,12 +199,8 @@ TABLES = [
         {**RESUME, GUARD: ("train.max_consecutive_skips",),
          "Names of runs have no effect; resume still compares them.": ("run.study",)},
     ),
-    Table(
-        "FREE",
-        FREE,
-        lambda _, declared: not is_fixed(declared),
-        {**RESUME, OWN_PATHS: ("data.sources.web.paths",)},
-    ),
+    Table("FREE", FREE, lambda _, declared: not is_fixed(declared),
+          {**RESUME, OWN_PATHS: ("data.sources.web.paths",)}),
     Table(
         "NO_WAY_ON",
         NO_WAY_ON,
@@ -214,12 +208,7 @@ TABLES = [
         {**RESUME, "`ending` compares run.allow_changes itself.": ("run.allow_changes",),
          "Another study name does not change the training.": ("run.study",)},
     ),
-    Table(
-        "OF_A_RUN",
-        OF_A_RUN,
-        lambda _, declared: not is_of_model(declared),
-        keys="model.",
-    ),
+    Table("OF_A_RUN", OF_A_RUN, lambda _, declared: not is_of_model(declared), keys="model."),
     Table(
         "A_STAGE_CHANGES",
         A_STAGE_CHANGES,
@@ -247,21 +236,14 @@ TABLES = [
         SPEED,
         lambda _, declared: declared.effect == "speed",
         {
-            "The number of batches that a loader prepares changes only the speed.": (
-                "data.prefetch_factor",
-            ),
+            "A loader prepares batches, which changes only the speed.": ("data.prefetch_factor",),
             "Saves, traces, comparisons of replicas and event files take time.": (
                 "checkpoint.interval", "profile.steps", "distributed.check_interval",
                 "metrics.tensorboard",
             ),
         },
     ),
-    Table(
-        "UNREAD",
-        UNREAD,
-        lambda _, declared: declared.harmless,
-        keys="data.",
-    ),
+    Table("UNREAD", UNREAD, lambda _, declared: declared.harmless, keys="data."),
     Table(
         "UNHASHED",
         UNHASHED,
@@ -385,9 +367,10 @@ def test_roles_of_keys_in_reports_differ_from_former_tables_only_by_decisions():
         roles = former_role(name), role(name, KEYS[name], IN_REPORT)
         if roles[0] != roles[1] and not compared_by_content(name):
             differing[name] = roles
-    assert differing == {
-        name: (before, now) for before, now, names in REPORT.values() for name in names
-    }
+    decided = {}
+    for before, now, names in REPORT.values():
+        decided |= dict.fromkeys(names, (before, now))
+    assert differing == decided
 
 
 STUDY = {
@@ -432,9 +415,8 @@ def test_facts_have_the_roles_of_former_tables_except_for_the_code():
     speed = {name for name, fact in declared.items() if fact.effect == "speed"}
     # The version of torch is a condition of studies, so times are compared within one version.
     assert speed == {name for name in SPEED if name in declared} - {"torch"}
-    conditions = {
-        name for name, fact in declared.items() if role(name, fact, IN_STUDY) == "condition"
-    }
+    roles = {name: role(name, fact, IN_STUDY) for name, fact in declared.items()}
+    conditions = {name for name, fact_role in roles.items() if fact_role == "condition"}
     # Studies with different code in two arms passed the former rule.
     assert conditions == {*RECORDED, "code"}
     for name in speed:
@@ -449,11 +431,10 @@ def test_logging_is_a_condition_only_of_logged_metrics():
         assert role(name, KEYS[name], Terms("study", reads_curve=False)) == "harmless"
 
 
-@pytest.mark.parametrize(
-    "words", [["data=files", f"data.paths=[{','.join(f'{n}' * 60 for n in range(90))}]"]]
-)
-def test_reason_for_defaults_stays_short_for_long_overrides(words):
-    assert "override of data" in load_config(words).resolved.defaults
+def test_reason_for_defaults_stays_short_for_long_overrides():
+    paths = ",".join(f"{n}" * 60 for n in range(90))
+    cfg = load_config(["data=files", f"data.paths=[{paths}]"])
+    assert "override of data" in cfg.resolved.defaults
 
 
 # New keys
@@ -512,10 +493,7 @@ def test_keys_of_plugin_choose_the_defaults_by_their_effect(monkeypatch, word, e
     [
         ([], "experiment=quickstart, because"),
         (["seed=1", "log_interval=5"], "experiment=quickstart, because"),
-        (
-            ["seed=1", "optim.lr=1e-3", "steps=9"],
-            "conf/train.yaml, because the override of",
-        ),
+        (["seed=1", "optim.lr=1e-3", "steps=9"], "conf/train.yaml, because the override of"),
         (["experiment=none", "steps=150"], "None"),
     ],
 )

@@ -141,9 +141,7 @@ def run_with_edited_plugin(plugin_directory, tmp_path, source_tokenizer) -> Path
     return directory.path
 
 
-def test_run_resumes_after_plugin_edit_only_if_change_is_allowed(
-    run_with_edited_plugin, source_tokenizer
-):
+def test_run_resumes_after_plugin_edit_only_if_allowed(run_with_edited_plugin, source_tokenizer):
     with pytest.raises(
         ConfigError, match=r"was made with other plugin code \(plugins: own@\w+ in the run, o"
     ):

@@ -37,9 +37,7 @@ def edit(run: Path, old: str, new: str):
     (run / "config.yaml").write_text(text.replace(old, new), encoding="utf-8")
 
 
-def test_run_configs_are_parsed_once_if_only_seeds_rates_and_names_differ(
-    similar_runs, monkeypatch
-):
+def test_run_configs_are_parsed_once_if_only_seed_rate_or_name_differ(similar_runs, monkeypatch):
     files = []
     monkeypatch.setattr(saved, "PARSED", {})
     monkeypatch.setattr(

@@ -151,8 +151,7 @@ def test_list_in_sweeper_params_keeps_text_with_commas():
     ids=["recipe", "data", "experiment", "sweeper", "list in sweeper"],
 )
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("name", 1.1), ("revision", False), ("paths", 7), ("paths", ["a", 1.1])],
+    ("name", "value"), [("name", 1.1), ("revision", False), ("paths", 7), ("paths", ["a", 1.1])]
 )
 def test_number_for_text_key_in_file_is_refused_with_file_and_key(load, key, name, value):
     with pytest.raises(ConfigError, match=rf"\.yaml: .*{key}\.{name}.* must be text.* in quotes"):

@@ -14,7 +14,7 @@ from diffllm.core.errors import ConfigError
 RULE = "{kind: difference, arm: v2, against: half, below: 0.0}"
 
 
-def test_synonyms_lead_to_real_keys_and_are_no_keys() -> None:
+def test_synonyms_lead_to_real_keys_and_are_no_keys():
     keys = {*CONFIG_GROUPS, *known_keys(compose_config(["experiment=none"]))}
     assert SYNONYMS.keys() <= keys
     assert NOTES.keys() <= SYNONYMS.keys()
@@ -23,7 +23,7 @@ def test_synonyms_lead_to_real_keys_and_are_no_keys() -> None:
 
 
 @pytest.mark.parametrize("key", [key for key, note in NOTES.items() if "such as" in note])
-def test_example_in_note_is_a_valid_override(key: str) -> None:
+def test_example_in_note_is_a_valid_override(key):
     assert load_config(re.findall(rf"such as ({key}=\w+)", NOTES[key]))
 
 
@@ -48,14 +48,14 @@ def test_example_in_note_is_a_valid_override(key: str) -> None:
         ("weight_decay=0.1", "optim.weight_decay?"),
     ],
 )
-def test_override_with_name_of_other_framework_suggests_key(word: str, key: str) -> None:
+def test_override_with_name_of_other_framework_suggests_key(word, key):
     with pytest.raises(ConfigError) as caught:
         load_config([word])
     name = word.lstrip("+").partition("=")[0]
     assert str(caught.value).startswith(f"unknown key {name}; did you mean {key}")
 
 
-def test_synonym_in_any_input_gives_single_line_with_key(workplace, monkeypatch, error_of) -> None:
+def test_synonym_in_any_input_gives_single_line_with_key(workplace, monkeypatch, error_of):
     monkeypatch.setattr("diffllm.config.plugins._DIRECTORIES", [])
     (workplace / "experiment").mkdir()
     yaml = workplace / "experiment" / "mine.yaml"

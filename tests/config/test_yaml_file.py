@@ -32,7 +32,7 @@ def with_numbers(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_read_yaml_matches_reference_parser_for_repository_yaml_files(path: Path) -> None:
+def test_read_yaml_matches_reference_parser_for_repository_yaml_files(path):
     content, text = read_yaml(path)
     if path.parent in BY_PYYAML:
         former = with_numbers(yaml.safe_load(text))
@@ -58,14 +58,14 @@ KEYS = TEXT | SPELT
         max_size=3,
     )
 )
-def test_parse_yaml_returns_same_values_as_saved_by_omegaconf(saved: dict[str, Any]) -> None:
+def test_parse_yaml_returns_same_values_as_saved_by_omegaconf(saved):
     assert parse_yaml(OmegaConf.to_yaml(OmegaConf.create(saved))) == saved
 
 
 @pytest.mark.parametrize(
     "text", ["190:20:30", ":".join(["59"] * 3000), "2026-11-24", "2026-99-99", "08"]
 )
-def test_parse_yaml_returns_dates_and_base_60_numbers_as_text(text: str) -> None:
+def test_parse_yaml_returns_dates_and_base_60_numbers_as_text(text):
     assert parse_yaml(f"a: {text}") == {"a": text}
 
 
@@ -88,13 +88,13 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
-def test_parse_yaml_raises_value_error_for_unsafe_or_ambiguous_yaml(text: str) -> None:
+def test_parse_yaml_raises_value_error_for_unsafe_or_ambiguous_yaml(text):
     with pytest.raises(ValueError, match=HOSTILE[text]) as caught:
         parse_yaml(f"a: {text}")
     assert len(str(caught.value)) < 300
 
 
-def test_read_yaml_refuses_file_above_size_limit(tmp_path: Path) -> None:
+def test_read_yaml_refuses_file_above_size_limit(tmp_path):
     file = tmp_path / "large.yaml"
     file.write_text("a: " + "x" * LARGEST_YAML, encoding="utf-8")
     with pytest.raises(ConfigError, match=r"large\.yaml has 1,048,579 bytes, more than 1,048,576"):

@@ -18,13 +18,7 @@ from runs.ranks import forked
 
 from diffllm.core.atomic_directories import new_directory, publish, scratch_directory
 from diffllm.core.errors import ConfigError, InUseError
-from diffllm.core.files import (
-    acquire,
-    open_regular,
-    open_to_append,
-    replace_file,
-    why_no_file,
-)
+from diffllm.core.files import acquire, open_regular, open_to_append, replace_file, why_no_file
 from diffllm.core.held_directories import hold, reserve, take_back
 
 ME = f"process {os.getpid()} on {socket.gethostname()}"
@@ -111,9 +105,7 @@ def test_scratch_directory_of_killed_process_is_removed_by_next_process(tmp_path
     process = forked(die_in_scratch_directory, (final,))
     process.start()
     process.join()
-    assert len(sorted_names(tmp_path)) == 3, (
-        "the scratch directory, its lock, and a directory of a user"
-    )
+    assert len(sorted_names(tmp_path)) == 3, "scratch directory, lock, and a user's directory"
     with scratch_directory(final) as scratch:
         assert sorted_names(scratch) == []
         (scratch / "whole").write_text("", encoding="utf-8")
@@ -217,9 +209,7 @@ def test_reserve_raises_config_error_if_parent_is_a_file(tmp_path):
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK])
-def test_hold_raises_config_error_if_file_system_does_not_support_flock(
-    tmp_path, monkeypatch, number
-):
+def test_hold_raises_config_error_if_file_system_has_no_flock(tmp_path, monkeypatch, number):
     def flock(descriptor: int, operation: int) -> None:
         raise OSError(number, os.strerror(number))
 
@@ -267,9 +257,8 @@ def test_waiting_thread_acquires_lock_after_lock_file_is_deleted(tmp_path):
 
 
 def pause(path: str) -> None:
-    Path(path, "holds").write_text(
-        str(os.getpid()), encoding="utf-8"
-    )  # after the fork has closed inherited locks
+    # The fork has closed inherited locks.
+    Path(path, "holds").write_text(str(os.getpid()), encoding="utf-8")
     signal.pause()
 
 

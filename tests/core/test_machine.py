@@ -46,9 +46,7 @@ def test_cpu_quota_is_smallest_quota_of_all_groups_of_process(tmp_path, files, e
 @pytest.mark.parametrize(
     ("quota", "cores", "cpus"), [("max", 2, 4), (30_000, 1, 1), (110_000, 2, 2), (300_000, 2, 3)]
 )
-def test_hyperthreads_share_a_core_and_quota_limits_both_counts(
-    tmp_path, monkeypatch, quota, cores, cpus
-):
+def test_hyperthreads_share_cores_and_quota_limits_both(tmp_path, monkeypatch, quota, cores, cpus):
     monkeypatch.setattr(machine, "allowed_cpus", lambda: {0, 1, 4, 5})
     siblings = {0: "0,4", 4: "0,4", 1: "1,5", 5: "1,5"}
     place = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"

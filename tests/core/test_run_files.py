@@ -79,7 +79,7 @@ def test_lists_contain_only_names_of_checkpoints_in_step_order(tmp_path):
 
 
 @pytest.mark.parametrize("value", ["1e308", "-1e308", "1e400", "NaN", "-Infinity", "null"])
-def test_out_of_range_number_is_read_as_none(tmp_path: Path, value: str):
+def test_out_of_range_number_is_read_as_none(tmp_path, value):
     line = f'{{"step": 1, "tokens": 64, "train/loss": {value}, "eval/loss": 2}}'
     expected = {"step": 1, "tokens": 64, "train/loss": None, "eval/loss": 2.0}
     assert read_metrics_line(line) == expected

@@ -2,14 +2,13 @@ import gzip
 import os
 import re
 import sysconfig
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
+from runs.json_files import write_json
 from sample_texts import json_lines, opened, texts
 
 import diffllm
@@ -18,12 +17,8 @@ from diffllm.data.config import DataConfig, SampleBy
 from diffllm.data.text import file_index, files, readers
 from diffllm.data.text.file_index import combined_hash, file_facts
 
-MakeConfig = Callable[..., DataConfig]
 
-
-def test_stdlib_corpus_counts_skipped_blank_and_undecodable_files(
-    tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stdlib_corpus_counts_blank_and_undecodable_files(tmp_path, make_config, monkeypatch):
     root = tmp_path / "stdlib"
     contents = {
         "b.py": b"b = 1\n",
@@ -44,9 +39,7 @@ def test_stdlib_corpus_counts_skipped_blank_and_undecodable_files(
     assert (opened(cfg).skipped_empty, opened(cfg).skipped_undecodable) == (2, 1)
 
 
-def test_zst_corpus_file_is_read_completely_or_refused(
-    tmp_path: Path, make_config: MakeConfig
-) -> None:
+def test_zst_corpus_file_is_read_completely_or_refused(tmp_path, make_config):
     path, skippable = tmp_path / "a.jsonl.zst", b"\x50\x2a\x4d\x18\x05\0\0\0hello"
     first, second = (zstandard.compress(json_lines(text).encode()) for text in ("one", "two"))
     path.write_bytes(skippable + first + skippable + second + skippable)
@@ -63,13 +56,10 @@ def test_zst_corpus_file_is_read_completely_or_refused(
         texts(make_config(path))
 
 
-def test_json_lines_corpus_reads_all_files_that_match_a_glob(
-    tmp_path: Path, make_config: MakeConfig
-) -> None:
+def test_json_lines_corpus_reads_all_files_that_match_a_glob(tmp_path, make_config):
     for name in ("b", "a"):
-        (tmp_path / f"{name}.jsonl").write_text(
-            json_lines(name, None, column="body"), encoding="utf-8"
-        )
+        lines = json_lines(name, None, column="body")
+        (tmp_path / f"{name}.jsonl").write_text(lines, encoding="utf-8")
     cfg = make_config(tmp_path / "*.jsonl", tmp_path / "a.jsonl", text_column="body")
     assert texts(cfg) == ["a", None, "b", None]
 
@@ -95,9 +85,7 @@ def test_json_lines_corpus_reads_all_files_that_match_a_glob(
         ("a.json", b"[]", "a.json cannot be read: the file must be an array of objects"),
     ],
 )
-def test_unusable_corpus_file_raises_single_line_error_with_path(
-    tmp_path: Path, make_config: MakeConfig, name: str, content: bytes, message: str
-) -> None:
+def test_unusable_file_raises_short_error_with_path(tmp_path, make_config, name, content, message):
     good = tmp_path / "good.jsonl"
     good.write_text(json_lines("fine"), encoding="utf-8")
     (tmp_path / name).write_bytes(content)
@@ -119,37 +107,26 @@ def test_unusable_corpus_file_raises_single_line_error_with_path(
         ({"id": 1, "size": 2}, "id, size); none of them contains text"),
     ],
 )
-def test_error_for_missing_parquet_column_suggests_columns_with_text(
-    tmp_path: Path, make_config: MakeConfig, row: dict[str, Any], end: str
-) -> None:
+def test_error_for_missing_parquet_column_suggests_text_columns(tmp_path, make_config, row, end):
     table = pyarrow.table({name: [value] for name, value in row.items()})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(DataError) as caught:
         texts(make_config(tmp_path / "a.parquet"))
-    assert str(caught.value).endswith(
-        f"a.parquet has no column 'text' that contains text (columns: {end}"
-    )
+    said = f"a.parquet has no column 'text' that contains text (columns: {end}"
+    assert str(caught.value).endswith(said)
 
 
-def test_json_array_corpus_reads_only_the_text_column(
-    tmp_path: Path, make_config: MakeConfig
-) -> None:
+def test_json_array_corpus_reads_only_the_text_column(tmp_path, make_config):
     path = tmp_path / "a.json"
-    path.write_text(
-        '[{"id": 1}, {"text": "a", "meta": 1}, {"text": "b", "meta": "x"}]', encoding="utf-8"
-    )
+    write_json(path, [{"id": 1}, {"text": "a", "meta": 1}, {"text": "b", "meta": "x"}])
     assert texts(make_config(path)) == [None, "a", "b"]
-    path.write_text('[{"text": "a"}, {"text": 1}]', encoding="utf-8")
-    with pytest.raises(
-        DataError, match=r"a.json cannot be read: column 'text' contains int, not text"
-    ):
+    write_json(path, [{"text": "a"}, {"text": 1}])
+    with pytest.raises(DataError, match=r"a.json cannot be read: column 'text' contains int, not"):
         texts(make_config(path))
 
 
 @pytest.mark.parametrize("block_bytes", [1, 7, 1 << 22])
-def test_documents_of_a_file_do_not_depend_on_read_block_size(
-    tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, block_bytes: int
-) -> None:
+def test_documents_do_not_depend_on_block_size(tmp_path, make_config, monkeypatch, block_bytes):
     documents = ["one", "two\r\nlines é\u2028", "a" * 50, " ", "b"]
     monkeypatch.setattr(readers, "BLOCK_BYTES", block_bytes)
     monkeypatch.setattr(files, "PART_BYTES", 30)
@@ -167,17 +144,13 @@ def test_documents_of_a_file_do_not_depend_on_read_block_size(
         assert [text for text in found if text] == [text for text in expected if text]
 
 
-def test_data_paths_glob_without_matches_raises_error_with_glob(
-    tmp_path: Path, make_config: MakeConfig
-) -> None:
+def test_data_paths_glob_without_matches_raises_error_with_glob(tmp_path, make_config):
     for path in (tmp_path / "none.txt", tmp_path / "*.parquet"):
         with pytest.raises(DataError, match=re.escape(f"{path} matches no file")):
             opened(make_config(path))
 
 
-def test_hub_dataset_keeps_first_commit_if_branch_changes(
-    tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hub_dataset_keeps_first_commit_if_branch_changes(tmp_path, make_config, monkeypatch):
     import huggingface_hub
 
     commits = iter(["a" * 40, "b" * 40])
@@ -195,9 +168,7 @@ def test_hub_dataset_keeps_first_commit_if_branch_changes(
     assert opened(pinned).identity != first.identity
 
 
-def test_corpus_identity_does_not_depend_on_file_name_or_modification_time(
-    tmp_path: Path, make_config: MakeConfig
-) -> None:
+def test_corpus_identity_does_not_depend_on_file_name_or_modification_time(tmp_path, make_config):
     first, second = tmp_path / "first.txt", tmp_path / "second.txt"
     first.write_text("one\ntwo\n", encoding="utf-8")
     second.write_text("one\ntwo\n", encoding="utf-8")
@@ -209,9 +180,7 @@ def test_corpus_identity_does_not_depend_on_file_name_or_modification_time(
     assert opened(make_config(first, sample_by=SampleBy.document)).identity != identity
 
 
-def test_unchanged_corpus_file_is_not_hashed_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unchanged_corpus_file_is_not_hashed_again(tmp_path, monkeypatch):
     path = tmp_path / "a.txt"
     path.write_text("one", encoding="utf-8")
     facts = file_facts([path], tmp_path / "cache")
@@ -219,9 +188,7 @@ def test_unchanged_corpus_file_is_not_hashed_again(
     assert file_facts([path], tmp_path / "cache") == facts
 
 
-def test_hub_dataset_name_that_is_a_local_path_is_refused(
-    workplace: Path, make_config: MakeConfig
-) -> None:
+def test_hub_dataset_name_that_is_a_local_path_is_refused(workplace, make_config):
     """The datasets library would read the directory, and run a script of the same name."""
     (workplace / "corpus").mkdir()
     for name in ("corpus", "./corpus", str(workplace / "corpus"), "~/nowhere", "a/b/c"):
@@ -229,7 +196,7 @@ def test_hub_dataset_name_that_is_a_local_path_is_refused(
             opened(make_config(source="hub", dataset=name))
 
 
-def test_data_modules_never_set_trust_remote_code_for_hub_datasets() -> None:
+def test_data_modules_never_set_trust_remote_code_for_hub_datasets():
     sources = [
         path.read_text(encoding="utf-8")
         for path in Path(diffllm.__file__).parent.glob("data/**/*.py")
@@ -252,8 +219,8 @@ ROWS = json_lines("one", "two").encode()
     ],
 )
 def test_byte_order_mark_of_a_file_is_not_part_of_its_documents(
-    tmp_path: Path, make_config: MakeConfig, name: str, content: bytes, sample_by: SampleBy
-) -> None:
+    tmp_path, make_config, name, content, sample_by
+):
     packed = {"gz": gzip.compress, "zst": zstandard.compress}.get(name[-3:].strip("."), bytes)
     cfgs = []
     for folder, mark in (("without", b""), ("with", MARK)):
@@ -265,9 +232,7 @@ def test_byte_order_mark_of_a_file_is_not_part_of_its_documents(
     assert "\ufeff" not in str(texts(marked)[0])[:3]
 
 
-def test_corpus_identity_has_not_changed_for_files_without_byte_order_mark(
-    tmp_path: Path, make_config: MakeConfig
-) -> None:
+def test_corpus_identity_has_not_changed_for_files_without_byte_order_mark(tmp_path, make_config):
     def of_before(cfg: DataConfig, path: Path) -> str:
         (facts,) = file_facts([path], Path(cfg.cache_dir))
         return combined_hash(["files", "text", cfg.sample_by.value, [[facts.sha256, "text"]]])

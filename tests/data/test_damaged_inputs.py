@@ -96,9 +96,7 @@ def documents(found: list[str | None]) -> list[str]:
 @pytest.mark.fast_cases(2)
 @pytest.mark.fuzz
 @pytest.mark.parametrize("name", WHOLE)
-def test_damaged_corpus_file_returns_original_documents_or_raises_error(
-    place: Path, name: str
-) -> None:
+def test_damaged_corpus_file_returns_original_documents_or_raises_error(place, name):
     (whole, reference), file = WHOLE[name], place / "files" / name
 
     entry = HostileFile("", name, lambda files: texts(files / name, place / "cache"))
@@ -136,7 +134,7 @@ SAME_TEXTS = {
 
 
 @pytest.mark.parametrize("name", SAME_TEXTS, ids=ascii)
-def test_unusual_but_valid_corpus_files_are_read_correctly(place: Path, name: str) -> None:
+def test_unusual_but_valid_corpus_files_are_read_correctly(place, name):
     file = place / "files" / name
     link = place / "files" / f"link{''.join(file.suffixes[-2:])}"
     file.write_bytes(SAME_TEXTS[name])
@@ -158,7 +156,7 @@ BAD_LINES = [
 
 
 @pytest.mark.parametrize("pack", [bytes, zst], ids=["plain", "packed"])
-def test_invalid_json_line_raises_error_with_line_number(place: Path, pack: Any) -> None:
+def test_invalid_json_line_raises_error_with_line_number(place, pack):
     file = place / "files" / ("bad.jsonl" if pack is bytes else "bad.jsonl.zst")
     rows = LINES.splitlines()
     for place_of_it, line in enumerate(BAD_LINES):
@@ -178,7 +176,7 @@ COLUMNS = [
 
 
 @pytest.mark.parametrize("column", COLUMNS, ids=str)
-def test_parquet_column_without_text_is_refused(place: Path, column: Any) -> None:
+def test_parquet_column_without_text_is_refused(place, column):
     file = place / "files" / "column.parquet"
     file.write_bytes(parquet(pyarrow.array(column) if isinstance(column, list) else column))
     with pytest.raises(DataError, match=str(file)):
@@ -189,7 +187,7 @@ def test_parquet_column_without_text_is_refused(place: Path, column: Any) -> Non
     ("form", "flushed"),
     slow_but([("txt.gz", False), ("jsonl.zst", True)], product(FORMS, [False, True])),
 )
-def test_truncated_compressed_corpus_file_is_refused(place: Path, form: str, flushed: bool) -> None:
+def test_truncated_compressed_corpus_file_is_refused(place, form, flushed):
     """Truncation is detected even if the decompressed bytes end with a line, as after a flush."""
     lines = [f"{i} {'abc ' * 10}".encode() for i in range(6)]
     lines = [b'{"text": "%b"}\n' % x if form.startswith("jsonl") else x + b"\n" for x in lines]

@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow
@@ -25,7 +25,6 @@ from diffllm.data.preparation.prepare import prepare
 from diffllm.data.text import files
 from diffllm.data.text.file_index import FileFacts
 
-MakeConfig = Callable[..., DataConfig]
 TEXTS = sample_documents(3000)
 
 PREPARE = """
@@ -105,9 +104,7 @@ def break_line(path: Path) -> None:
 @pytest.mark.parametrize(
     ("suffix", "damage"), [(".jsonl.gz", cut), (".parquet", scramble), (".jsonl", break_line)]
 )
-def test_preparation_caches_nothing_if_one_corpus_file_is_damaged(
-    tmp_path: Path, make_config: MakeConfig, suffix: str, damage: Callable[[Path], None]
-) -> None:
+def test_preparation_caches_nothing_if_a_file_is_damaged(tmp_path, make_config, suffix, damage):
     paths = make_three(tmp_path, suffix)
     good = paths[1].read_bytes()
     damage(paths[1])
@@ -147,13 +144,7 @@ def rewrite(path: Path) -> None:
 
 @pytest.mark.parametrize("change", slow_but([rewrite], [vanish, grow, replace, rewrite]))
 @pytest.mark.parametrize("call", [0, 1])
-def test_corpus_file_that_changes_after_hashing_is_refused(
-    tmp_path: Path,
-    make_config: MakeConfig,
-    monkeypatch: pytest.MonkeyPatch,
-    change: Callable[[Path], None],
-    call: int,
-) -> None:
+def test_file_that_changes_after_hash_is_refused(tmp_path, make_config, monkeypatch, change, call):
     """The file changes before reading (call 0) or during reading (call 1)."""
     paths = make_three(tmp_path, ".jsonl")
     original, check, calls = paths[1].read_bytes(), files.check_unchanged, iter(range(9))
@@ -179,9 +170,7 @@ def tokenizer_of(cfg: DataConfig) -> str:
 
 
 @pytest.mark.slow
-def test_preparation_killed_at_random_moments_leaves_no_incomplete_directory(
-    tmp_path: Path, make_config: MakeConfig, rng: random.Random
-) -> None:
+def test_randomly_killed_preparation_leaves_no_incomplete_directory(tmp_path, make_config, rng):
     """Incomplete directories are never used; the next start writes the bytes of a normal run."""
     paths = make_three(tmp_path, ".jsonl")
     cfg = make_config(*paths)
@@ -200,11 +189,9 @@ def test_preparation_killed_at_random_moments_leaves_no_incomplete_directory(
         assert done.returncode == -signal.SIGKILL, done.stderr
         killed += 1
         for name in visible(Path(cfg.cache_dir)):
-            directory = Path(cfg.cache_dir) / name
-            expected = tmp_path / "undisturbed" / name
-            assert {p.name for p in directory.glob("[!.]*")} == {
-                p.name for p in expected.glob("[!.]*")
-            }
+            directory, expected = Path(cfg.cache_dir) / name, tmp_path / "undisturbed" / name
+            names = {path.name for path in expected.glob("[!.]*")}
+            assert {path.name for path in directory.glob("[!.]*")} == names
     assert contents(prepare(cfg)) == contents(undisturbed)
     assert not list(Path(cfg.cache_dir).glob("tokens/*.partial-*/tokens"))
 
@@ -217,9 +204,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("size", slow_but([4, 80], [4, 80, 300, 500]))
-def test_preparation_on_full_disk_does_not_change_older_corpora(
-    tmp_path: Path, make_config: MakeConfig, disk: Path, size: int
-) -> None:
+def test_preparation_on_full_disk_does_not_change_older_corpora(tmp_path, make_config, disk, size):
     first = tmp_path / "first.txt"
     first.write_text("\n".join(TEXTS[:200]), encoding="utf-8")
     older = prepare(make_config(first, cache_dir=str(disk / "cache"), sample_by=SampleBy.line))

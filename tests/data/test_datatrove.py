@@ -88,9 +88,7 @@ def documents_in(path: Path) -> tuple[list[list[int]], list[int]]:
 
 
 @pytest.mark.slow
-def test_deduplicated_token_files_of_datatrove_are_usable_for_training(
-    corpus_texts: list[str],
-) -> None:
+def test_deduplicated_token_files_of_datatrove_are_usable_for_training(corpus_texts):
     pytest.importorskip("datatrove")
     run_deduplication()
     paths = sorted(Path("tokens").glob("*.ds"))

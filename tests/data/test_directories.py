@@ -5,7 +5,6 @@ import json
 import os
 import re
 from codecs import BOM_UTF8
-from collections.abc import Callable
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,8 @@ from sample_texts import json_lines, opened, texts
 from tiers import pairs
 
 from diffllm.core.errors import DataError
-from diffllm.data.config import DataConfig
 from diffllm.data.text import files
 from diffllm.data.text.file_index import COMPRESSIONS, TEXT_FORMAT_BY_SUFFIX
-
-MakeConfig = Callable[..., DataConfig]
 
 TREE = {
     "z.md": b"z",
@@ -49,9 +45,7 @@ def write_tree(root: Path, tree: dict[str, bytes]) -> Path:
     return root
 
 
-def test_corpus_of_a_directory_has_all_text_files_sorted_by_path(
-    tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_corpus_of_directory_has_all_text_files_sorted_by_path(tmp_path, make_config, monkeypatch):
     docs = write_tree(tmp_path / "home" / "docs", TREE)
     (docs / "a" / "loop").symlink_to(docs)
     (docs / "y").symlink_to(docs / "a")
@@ -97,9 +91,7 @@ def test_corpus_of_a_directory_has_all_text_files_sorted_by_path(
         ({"t.bin": b"0", "manifest.json": b"{}"}, "file; data=tokens reads its token files"),
     ],
 )
-def test_directory_without_text_files_raises_error_with_directory_path(
-    tmp_path: Path, make_config: MakeConfig, tree: dict[str, bytes], said: str
-) -> None:
+def test_directory_without_text_files_raises_error_with_path(tmp_path, make_config, tree, said):
     (tmp_path / "docs").mkdir()
     with pytest.raises(DataError) as caught:
         opened(make_config(write_tree(tmp_path / "docs", tree)))
@@ -108,9 +100,7 @@ def test_directory_without_text_files_raises_error_with_directory_path(
 
 @pytest.mark.parametrize("tree", [["a.txt"], ["a.md", "b.py"], ["a.csv", "b.txt.gz", "p.json"]])
 @pytest.mark.parametrize("column", [{"text_column": "body"}, {"prompt_column": "body"}])
-def test_column_key_with_only_plain_text_files_raises_error_with_fix(
-    tmp_path: Path, make_config: MakeConfig, tree: list[str], column: dict[str, str]
-) -> None:
+def test_column_key_with_only_text_files_raises_error_with_fix(tmp_path, make_config, tree, column):
     (tmp_path / "docs").mkdir()
     content = {"b.txt.gz": gzip.compress(b"text"), "p.json": b"{}"}
     contents = {name: content.get(name, b"text") for name in tree}
@@ -137,9 +127,7 @@ LEADS = (b"", BOM_UTF8, b"\n", b"\r\n", BOM_UTF8 + b" \n\n")
 @pytest.mark.parametrize(
     ("ending", "packed", "array"), pairs(JSON_ENDINGS, ["", *COMPRESSIONS], [True, False])
 )
-def test_directory_reads_each_json_file_like_a_listed_file(
-    tmp_path: Path, make_config: MakeConfig, ending: str, packed: str, array: bool
-) -> None:
+def test_directory_reads_json_files_like_listed_files(tmp_path, make_config, ending, packed, array):
     rows: list[dict[str, Any]] = [{"id": 0}, {"text": "one"}, {"text": "two"}]
     lines = "".join(f"{json.dumps(row)}\n" for row in rows)
     content = (json.dumps(rows, indent=1) if array else lines).encode()
@@ -164,9 +152,7 @@ def write_kind(directory: Path, kind: str, documents: int) -> Path:
 
 
 @pytest.mark.parametrize(("most", "least"), list(permutations(files.FORMAT_NAMES, 2)))
-def test_directory_is_read_as_the_kind_with_the_most_bytes(
-    tmp_path: Path, make_config: MakeConfig, most: str, least: str
-) -> None:
+def test_directory_is_read_as_the_kind_with_the_most_bytes(tmp_path, make_config, most, least):
     docs, notes = tmp_path / "docs", tmp_path / "docs" / "notes"
     larger, smaller = write_kind(docs, most, 1000), write_kind(docs, least, 1)
     corpus = opened(make_config(docs))
@@ -202,12 +188,8 @@ def test_directory_is_read_as_the_kind_with_the_most_bytes(
     ],
 )
 def test_entry_of_paths_reads_one_kind_and_listed_files_of_a_directory(
-    tmp_path: Path,
-    make_config: MakeConfig,
-    entries: list[str],
-    read: list[str],
-    skipped: list[str],
-) -> None:
+    tmp_path, make_config, entries, read, skipped
+):
     """Each entry reads one kind of its files; a file with its own entry counts for all entries."""
     docs = tmp_path / "docs"
     paths = {kind: write_kind(docs, kind, size) for kind, size in (("parquet", 2000), ("text", 9))}
@@ -216,9 +198,7 @@ def test_entry_of_paths_reads_one_kind_and_listed_files_of_a_directory(
     assert list(corpus.skipped) == [paths[kind] for kind in skipped]
 
 
-def test_glob_skips_unusable_files_like_a_directory(
-    tmp_path: Path, make_config: MakeConfig
-) -> None:
+def test_glob_skips_unusable_files_like_a_directory(tmp_path, make_config):
     docs = write_tree(tmp_path / "docs", TREE)
     (docs / "gone").symlink_to(tmp_path / "none")
     os.mkfifo(docs / "pipe")
@@ -228,17 +208,13 @@ def test_glob_skips_unusable_files_like_a_directory(
             assert matches.skipped[path] == reason
 
 
-def test_directory_with_equal_bytes_of_two_kinds_is_read_as_the_first_kind(
-    tmp_path: Path, make_config: MakeConfig
-) -> None:
+def test_directory_with_equal_bytes_of_two_kinds_is_read_as_the_first_kind(tmp_path, make_config):
     size = write_kind(tmp_path / "docs", "json", 3).stat().st_size
     (tmp_path / "docs" / "a.txt").write_text("x" * size, encoding="utf-8")
     assert texts(make_config(tmp_path / "docs")) == ["json 0", "json 1", "json 2"]
 
 
-def test_directory_next_to_files_that_a_glob_matches_is_listed_as_skipped(
-    tmp_path: Path, make_config: MakeConfig
-) -> None:
+def test_directory_next_to_files_that_a_glob_matches_is_listed_as_skipped(tmp_path, make_config):
     write_tree(tmp_path / "docs", {"a.txt": b"a", "sub/b.txt": b"b"})
     corpus = opened(make_config(tmp_path / "docs" / "*"))
     assert list(corpus.texts()) == ["a"]

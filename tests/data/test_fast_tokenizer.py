@@ -1,7 +1,6 @@
 """Tokenizers of Hugging Face's library: exact decoding, no special tokens from text."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -28,9 +27,7 @@ def fast(byte_level: Path) -> Tokenizer:
     return Tokenizer.from_file(byte_level)
 
 
-def test_tokenizer_loads_from_json_file_or_from_directory(
-    byte_level: Path, fast: Tokenizer
-) -> None:
+def test_tokenizer_loads_from_json_file_or_from_directory(byte_level, fast):
     assert isinstance(fast, FastTokenizer)
     again = Tokenizer.from_file(byte_level / "tokenizer.json")
     assert again.pieces_hash == fast.pieces_hash
@@ -41,7 +38,7 @@ def test_tokenizer_loads_from_json_file_or_from_directory(
 @example(f"one{END}two<pad>")
 @example("def f():\n    return 1\n\n\n\tx\r\n" * 3)
 @settings(max_examples=100)
-def test_fast_tokenizer_decodes_its_tokens_to_the_original_text(fast: Tokenizer, text: str) -> None:
+def test_fast_tokenizer_decodes_its_tokens_to_the_original_text(fast, text):
     ids = fast.encode(text)
     assert fast.decode(ids) == text
     assert not {0, 1} & set(ids), "text must not encode to special tokens"
@@ -49,9 +46,7 @@ def test_fast_tokenizer_decodes_its_tokens_to_the_original_text(fast: Tokenizer,
     assert fast.decode([*ids, fast.eos_id]) == text
 
 
-def test_prepare_accepts_tokenizer_with_gaps_between_token_ids(
-    byte_level: Path, tmp_path: Path, corpus_file: Path, make_config: Any
-) -> None:
+def test_prepare_accepts_gaps_between_token_ids(byte_level, tmp_path, corpus_file, make_config):
     content = read_json(byte_level / "tokenizer.json")
     vocabulary = content["model"]["vocab"]
     content["model"]["vocab"] = {k: 3 * i if i > 1 else i for k, i in vocabulary.items()}
@@ -71,9 +66,7 @@ def test_prepare_accepts_tokenizer_with_gaps_between_token_ids(
 
 
 @pytest.mark.parametrize("said", ["<pad>", {"content": "<pad>", "special": True}])
-def test_tokenizer_config_json_determines_the_eos_token(
-    byte_level: Path, tmp_path: Path, said: Any
-) -> None:
+def test_tokenizer_config_json_determines_the_eos_token(byte_level, tmp_path, said):
     (tmp_path / "tokenizer.json").write_text(
         (byte_level / "tokenizer.json").read_text(encoding="utf-8"), encoding="utf-8"
     )
@@ -107,9 +100,7 @@ def write_letters(place: Path, special: list[str], ordinary: list[str]) -> Path:
         (["<|endoftext|>", "<|im_end|>"], ["a"], r"several .*: '<\|endoftext\|>', '<\|im_end"),
     ],
 )
-def test_eos_without_tokenizer_config_is_the_only_usual_special_token(
-    tmp_path: Path, special: list[str], ordinary: list[str], said: str
-) -> None:
+def test_eos_without_config_is_the_only_usual_special_token(tmp_path, special, ordinary, said):
     path = write_letters(tmp_path / "letters", special, ordinary)
     assert guesses_eos(str(path), None)
     if said in special:
@@ -126,9 +117,7 @@ def test_eos_without_tokenizer_config_is_the_only_usual_special_token(
         Tokenizer.from_file(path, "<none>")
 
 
-def test_every_document_of_corpus_with_tags_ends_with_one_eos(
-    tmp_path: Path, make_config: Any
-) -> None:
+def test_every_document_of_corpus_with_tags_ends_with_one_eos(tmp_path, make_config):
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("".join(f"price <s>{i}</s> <eos>\n" for i in range(300)), encoding="utf-8")
     path = write_letters(tmp_path / "letters", ["<pad>", "<eos>"], ["</s>"])
@@ -148,14 +137,12 @@ def test_every_document_of_corpus_with_tags_ends_with_one_eos(
         prepare(make_config(corpus, tokenizer=str(path)))
 
 
-def test_data_eos_token_needs_data_tokenizer(corpus_file: Path, make_config: Any) -> None:
+def test_data_eos_token_needs_data_tokenizer(corpus_file, make_config):
     with pytest.raises(ConfigError, match=r"data.eos_token=<eos> needs data.tokenizer"):
         prepare(make_config(corpus_file, eos_token="<eos>"))
 
 
-def test_copied_tokenizer_files_load_as_the_same_tokenizer(
-    byte_level: Path, tmp_path: Path
-) -> None:
+def test_copied_tokenizer_files_load_as_the_same_tokenizer(byte_level, tmp_path):
     for name, content in tokenizer_files(byte_level / "tokenizer.json").items():
         (tmp_path / name).write_bytes(content)
     copied = Tokenizer.from_file(tokenizer_in(tmp_path))
@@ -163,9 +150,7 @@ def test_copied_tokenizer_files_load_as_the_same_tokenizer(
     assert read_json(tmp_path / "tokenizer_config.json") == {"eos_token": END}
 
 
-def test_missing_tokenizer_raises_error_with_path_or_repository_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_tokenizer_raises_error_with_path_or_repository_name(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"tokenizer\.model: no such tokenizer file"):
         located(tmp_path)
     with pytest.raises(DataError, match=r"a/b\.model: no such tokenizer file"):

@@ -1,10 +1,8 @@
 """Held-out documents of the final loss, and the sequences of these documents."""
 
 import hashlib
-import random
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +20,6 @@ from diffllm.data.streams import TokenStream
 from diffllm.data.tokenizer import Tokenizer
 
 EOS = 0
-MakeStream = Callable[..., TokenStream]
 
 
 def lengths_of(documents: int, seed: int = 0) -> list[int]:
@@ -38,33 +35,29 @@ def distinct_tokens(lengths: list[int]) -> list[int]:
 
 
 @pytest.fixture
-def stream_of_documents(make_stream: MakeStream) -> TokenStream:
+def stream(make_stream: Callable[..., TokenStream]) -> TokenStream:
     """300 documents, in shards of 97 tokens."""
     return make_stream(distinct_tokens(lengths_of(300)), vocab_size=2**20)
 
 
-def test_heldout_documents_selects_all_documents_if_no_limit_is_set(
-    stream_of_documents: TokenStream,
-) -> None:
+def test_heldout_documents_selects_all_documents_if_no_limit_is_set(stream):
     lengths = lengths_of(300)
     assert max(lengths) > 97 > 1 in lengths
-    for tokens in (None, len(stream_of_documents), 1e12):
-        found = heldout_documents(stream_of_documents, EOS, tokens)
+    for tokens in (None, len(stream), 1e12):
+        found = heldout_documents(stream, EOS, tokens)
         assert found.lengths.tolist() == lengths
         assert found.starts.tolist() == np.cumsum([0, *lengths[:-1]]).tolist()
-        assert heldout_tokens(stream_of_documents, EOS, tokens) == len(stream_of_documents)
+        assert heldout_tokens(stream, EOS, tokens) == len(stream)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("tokens", [None, 200])
-def test_heldout_document_batches_contain_each_token_once_as_target(
-    stream_of_documents: TokenStream, world_size: int, tokens: int | None
-) -> None:
-    chosen = heldout_documents(stream_of_documents, EOS, tokens)
+def test_heldout_document_batches_contain_each_token_once_as_target(stream, world_size, tokens):
+    chosen = heldout_documents(stream, EOS, tokens)
     pairs = [
         (i, token)
         for i, (start, length) in enumerate(zip(chosen.starts, chosen.lengths, strict=True))
-        for token in stream_of_documents.tokens(start, start + length).tolist()
+        for token in stream.tokens(start, start + length).tolist()
     ]
     before = dict(zip(range(len(pairs)), [EOS, *(token for _, token in pairs)], strict=False))
     shape = (2, 32)
@@ -81,11 +74,9 @@ def test_heldout_document_batches_contain_each_token_once_as_target(
     assert seen == pairs
 
 
-def test_short_heldout_documents_are_never_cut_if_whole_is_true(
-    stream_of_documents: TokenStream,
-) -> None:
-    chosen = heldout_documents(stream_of_documents, EOS, whole=True)
-    cut = heldout_documents(stream_of_documents, EOS)
+def test_short_heldout_documents_are_never_cut_if_whole_is_true(stream):
+    chosen = heldout_documents(stream, EOS, whole=True)
+    cut = heldout_documents(stream, EOS)
     rows = [torch.cat(parts) for parts in zip(*chosen.batches(32, 2), strict=True)]
     inputs, targets, owners = rows
     held = targets >= 0
@@ -105,9 +96,7 @@ def test_short_heldout_documents_are_never_cut_if_whole_is_true(
     assert min(used[:-1]) < 32
 
 
-def test_heldout_sample_with_whole_documents_cuts_no_short_document(
-    make_stream: MakeStream,
-) -> None:
+def test_heldout_sample_with_whole_documents_cuts_no_short_document(make_stream):
     stream = make_stream(distinct_tokens([9] * 100), vocab_size=2**20)
     sample = HeldoutSample(stream, 10, 40, EOS, whole=True)
     for rank in range(2):
@@ -120,23 +109,21 @@ def test_heldout_sample_with_whole_documents_cuts_no_short_document(
 
 
 @pytest.mark.parametrize("numbers", ["documents", "tokens"])
-def test_larger_heldout_selection_contains_every_smaller_selection(
-    stream_of_documents: TokenStream, numbers: str
-) -> None:
-    every = heldout_documents(stream_of_documents, EOS)
+def test_larger_heldout_selection_contains_every_smaller_selection(stream, numbers):
+    every = heldout_documents(stream, EOS)
     whole = dict(zip(every.starts.tolist(), every.lengths.tolist(), strict=True))
     smaller: dict[int, int] = {}
-    for n in (1, 7, 50, 150, len(every), len(stream_of_documents) - 1):
+    for n in (1, 7, 50, 150, len(every), len(stream) - 1):
         if numbers == "documents":
-            chosen = heldout_documents(stream_of_documents, EOS, most=n)
+            chosen = heldout_documents(stream, EOS, most=n)
             tokens = int(chosen.lengths.sum())
             assert len(chosen) == min(n, len(every))
-            assert len(heldout_documents(stream_of_documents, EOS, 50, most=n)) <= n
+            assert len(heldout_documents(stream, EOS, 50, most=n)) <= n
         else:
-            chosen, tokens = heldout_documents(stream_of_documents, EOS, n), n
-            assert n <= sum(chosen.lengths) == heldout_tokens(stream_of_documents, EOS, n)
+            chosen, tokens = heldout_documents(stream, EOS, n), n
+            assert n <= sum(chosen.lengths) == heldout_tokens(stream, EOS, n)
             assert sum(chosen.lengths) < n + max(chosen.lengths)
-        again = heldout_documents(stream_of_documents, EOS, tokens)
+        again = heldout_documents(stream, EOS, tokens)
         assert again.starts.tolist() == chosen.starts.tolist()
         found = dict(zip(chosen.starts.tolist(), chosen.lengths.tolist(), strict=True))
         assert len(found) == len(chosen)
@@ -144,9 +131,7 @@ def test_larger_heldout_selection_contains_every_smaller_selection(
         smaller = found
 
 
-def test_heldout_selection_does_not_depend_on_document_position_or_length(
-    make_stream: MakeStream,
-) -> None:
+def test_heldout_selection_does_not_depend_on_document_position_or_length(make_stream):
     lengths = lengths_of(4000, seed=1)
     stream = make_stream(distinct_tokens(lengths), vocab_size=2**20, shard_tokens=2**20)
     chosen = heldout_documents(stream, EOS, len(stream) / 10)
@@ -157,7 +142,7 @@ def test_heldout_selection_does_not_depend_on_document_position_or_length(
     assert max(chosen.lengths) > 40 * np.median(lengths)
 
 
-def test_heldout_text_sizes_and_hashes_match_corpus_documents(prepared: TokenData) -> None:
+def test_heldout_text_sizes_and_hashes_match_corpus_documents(prepared):
     split = prepared.manifest.splits["heldout"]
     chosen = heldout_documents(prepared.split("heldout"), prepared.manifest.eos_id)
     assert (len(chosen), int(chosen.ends[-1])) == (split.documents, split.tokens)
@@ -180,13 +165,8 @@ def texts_of_ranks(chosen: HeldoutDocuments, data: TokenData) -> list:
 @pytest.mark.parametrize("kind", ["sentencepiece", "byte_level"])
 @pytest.mark.parametrize("whole", [False, True])
 def test_predicted_text_of_sequences_adds_up_to_text_of_documents(
-    prepared: TokenData,
-    byte_level: Path,
-    make_stream: MakeStream,
-    rng: random.Random,
-    kind: str,
-    whole: bool,
-) -> None:
+    prepared, byte_level, make_stream, rng, kind, whole
+):
     """Cuts fall into characters of several bytes, which are several tokens."""
     tokenizer = Tokenizer.from_file(byte_level) if kind == "byte_level" else prepared.tokenizer()
     texts = ["".join(rng.choices("ab \u00e9\u6f22\U0001f600\ufffd", k=40)) for _ in range(30)]
@@ -208,7 +188,7 @@ def test_predicted_text_of_sequences_adds_up_to_text_of_documents(
     assert sum(predicted for predicted, _ in counts) == len(tokens)
 
 
-def test_predicted_text_of_sample_matches_its_targets(prepared: TokenData) -> None:
+def test_predicted_text_of_sample_matches_its_targets(prepared):
     """The corpus is ASCII, so the bytes of cut sequences can be counted separately."""
     tokenizer, eos_id = prepared.tokenizer(), prepared.manifest.eos_id
     for whole in (False, True):
@@ -216,7 +196,5 @@ def test_predicted_text_of_sample_matches_its_targets(prepared: TokenData) -> No
         targets = torch.cat([targets for _, targets in sample.batches(4)])
         text = "".join(tokenizer.decode(row[row >= 0].tolist()) for row in targets)
         counts = [sample.predicted_text(tokenizer, rank, 2) for rank in range(2)]
-        assert [sum(pair) for pair in zip(*counts, strict=True)] == [
-            int((targets >= 0).sum()),
-            len(text),
-        ]
+        expected = [int((targets >= 0).sum()), len(text)]
+        assert [sum(pair) for pair in zip(*counts, strict=True)] == expected

@@ -1,24 +1,20 @@
 """Choice of held-out documents: fraction, minimum, and pieces of a single document."""
 
-import json
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
+from runs.json_files import write_jsonl
 from sample_texts import contents, documents_of, sample_documents
 
-from diffllm.data.config import DataConfig, SampleBy
+from diffllm.data.config import SampleBy
 from diffllm.data.preparation.encoding import HASH_OFFSET, Document, document_hashes
 from diffllm.data.preparation.prepare import prepare
 from diffllm.data.preparation.workers import PrepareConfig
-from diffllm.data.prepared import TokenData
 from diffllm.data.shards import LEAST_TOKENS, thin_heldout
 from diffllm.data.text import files
 from diffllm.statistics.bootstrap import LEAST_DOCUMENTS
 
-MakeConfig = Callable[..., DataConfig]
 LINES = sample_documents(10_000)
 
 
@@ -35,30 +31,17 @@ def of_lines(documents: int, lines: int) -> list[str]:
         (of_lines(19, 30), 0.02, False),
         (of_lines(3, 5), 0.02, False),
         (of_lines(2, 5), 1e-9, False),
-        pytest.param(of_lines(10_000, 1), 0.005, True, marks=pytest.mark.slow),
+        (of_lines(10_000, 1), 0.005, True),
         (of_lines(2_000, 1), 0.1, False),
         (of_lines(1_000, 5), 0.3, True),
-        pytest.param(
-            [*of_lines(100, 20), *[LINES[0]] * 50, "\n".join(LINES)],
-            0.02,
-            True,
-            marks=pytest.mark.slow,
-        ),
+        ([*of_lines(100, 20), *[LINES[0]] * 50, "\n".join(LINES)], 0.02, True),
     ],
 )
 def test_heldout_split_contains_documents_with_smallest_hashes(
-    tmp_path: Path,
-    make_config: MakeConfig,
-    prepared: TokenData,
-    monkeypatch: pytest.MonkeyPatch,
-    texts: list[str],
-    fraction: float,
-    enough: bool,
-) -> None:
+    tmp_path, make_config, prepared, monkeypatch, texts, fraction, enough
+):
     monkeypatch.setattr(files, "PART_BYTES", 200_000)
-    (tmp_path / "a.jsonl").write_text(
-        "".join(json.dumps({"text": t}) + "\n" for t in texts), encoding="utf-8"
-    )
+    write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts])
     options = {"tokenizer": str(prepared.directory), "heldout_fraction": fraction}
     data, other = (
         prepare(
@@ -99,14 +82,8 @@ def test_heldout_split_contains_documents_with_smallest_hashes(
     ],
 )
 def test_heldout_text_of_single_document_is_spread_over_the_document(
-    tmp_path: Path,
-    make_config: MakeConfig,
-    prepared: TokenData,
-    capfd: pytest.CaptureFixture[str],
-    text: str,
-    pieces: int,
-    share: tuple[float, float],
-) -> None:
+    tmp_path, make_config, prepared, capfd, text, pieces, share
+):
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     whole = make_config(
         tmp_path / "a.txt", sample_by=SampleBy.document, tokenizer=str(prepared.directory)

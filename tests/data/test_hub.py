@@ -1,6 +1,5 @@
 """Datasets of the hub, streamed from a local server; messages name files that hang."""
 
-import json
 import os
 import socket
 import subprocess
@@ -14,6 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from fake_hub import NAME, SHA
+from runs.json_files import write_jsonl
 from sample_texts import sample_documents
 
 from diffllm.core.errors import DataError
@@ -22,7 +22,6 @@ from diffllm.data.preparation.prepare import prepare
 from diffllm.data.prepared import TokenData
 from diffllm.data.text import hub
 
-MakeConfig = Callable[..., DataConfig]
 TEXTS = sample_documents(300)
 PREPARE = """
 import sys
@@ -73,19 +72,15 @@ def serve(tmp_path: Path, repository: Path) -> Iterator[Callable[..., dict[str, 
         server.communicate()
 
 
-def test_hub_dataset_files_are_streamed_without_local_copies(
-    tmp_path: Path, serve: Callable[..., dict[str, str]], make_config: MakeConfig
-) -> None:
+def test_hub_dataset_files_are_streamed_without_local_copies(tmp_path, serve, make_config):
     words = [sys.executable, "-c", PREPARE, str(tmp_path / "cache"), NAME, ""]
     result = subprocess.run(words, env=serve(), capture_output=True, encoding="utf-8")
     assert result.returncode == 0, result.stderr
     assert f"{NAME}@{SHA[:12]}, train" in result.stderr
     data = TokenData(Path(result.stdout.strip()))
     assert len(data.manifest.splits["train"].shards) == 3  # one shard per file
-    (tmp_path / "local.jsonl").write_text(
-        "".join(json.dumps({"text": t}) + "\n" for t in TEXTS), encoding="utf-8"
-    )
-    local = make_config(tmp_path / "local.jsonl", tokenizer=str(data.directory))
+    corpus = write_jsonl(tmp_path / "local.jsonl", [{"text": text} for text in TEXTS])
+    local = make_config(corpus, tokenizer=str(data.directory))
     for split in ("train", "heldout"):
         here, there = prepare(local).split(split), data.split(split)
         assert (here.tokens(0, len(here)) == there.tokens(0, len(there))).all()
@@ -98,9 +93,7 @@ def test_hub_dataset_files_are_streamed_without_local_copies(
     ("variables", "own"),
     [({}, True), ({"HF_HOME": "/home"}, False), ({"HF_DATASETS_CACHE": "/cache"}, False)],
 )
-def test_hugging_face_variables_choose_cache_of_hub_datasets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], own: bool
-) -> None:
+def test_hugging_face_variables_choose_cache_of_hub_datasets(tmp_path, monkeypatch, variables, own):
     for name in ("HF_HOME", "HF_DATASETS_CACHE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
@@ -133,15 +126,13 @@ def waits(words: list[str], env: dict[str, str], message: str) -> None:
 
 
 @pytest.mark.slow
-def test_preparation_prints_hub_file_number_while_download_hangs(
-    tmp_path: Path, serve: Callable[..., dict[str, str]], prepared: TokenData
-) -> None:
+def test_preparation_prints_hub_file_number_while_download_hangs(tmp_path, serve, prepared):
     script = PREPARE.replace("=400", f"=400, tokenizer={str(prepared.directory)!r}")
     words = [sys.executable, "-c", script, str(tmp_path / "cache"), NAME, ""]
     waits(words, serve("train-00002"), f"reading data.dataset={NAME}, file 3 of 3")
 
 
-def test_preparation_prints_dataset_name_while_waiting_for_the_hub(tmp_path: Path) -> None:
+def test_preparation_prints_dataset_name_while_waiting_for_the_hub(tmp_path):
     with socket.socket() as hangs:
         hangs.bind(("127.0.0.1", 0))
         hangs.listen(50)
@@ -152,13 +143,9 @@ def test_preparation_prints_dataset_name_while_waiting_for_the_hub(tmp_path: Pat
             waits(words, env, f"waiting for the hub's {what} of {NAME}")
 
 
-def test_unknown_hub_dataset_split_raises_error_with_available_splits(
-    tmp_path: Path, serve: Callable[..., dict[str, str]]
-) -> None:
+def test_unknown_hub_dataset_split_raises_error_with_available_splits(tmp_path, serve):
     script = PREPARE.replace(")).directory", "split='dev')).directory")
     words = [sys.executable, "-c", script, str(tmp_path / "cache"), NAME, SHA]
     result = subprocess.run(words, env=serve(), capture_output=True, encoding="utf-8")
-    assert (
-        f"DataError: data.dataset={NAME} cannot be read: Bad split: dev. Available splits"
-        in result.stderr
-    )
+    said = f"DataError: data.dataset={NAME} cannot be read: Bad split: dev. Available splits"
+    assert said in result.stderr

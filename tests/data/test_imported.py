@@ -29,7 +29,7 @@ Make = Callable[..., DataConfig]
 
 
 @pytest.fixture
-def make_token_config(prepared: TokenData, tmp_path: Path) -> Make:
+def make_config(prepared: TokenData, tmp_path: Path) -> Make:
     """Make configs for token files, with a tokenizer of 400 pieces; piece 1 is the EOS."""
 
     def config(*paths: Path, **changes: Any) -> DataConfig:
@@ -55,7 +55,7 @@ def copy_file(name: str, directory: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_imported_token_file_has_the_tokens_of_all_documents(name: str) -> None:
+def test_imported_token_file_has_the_tokens_of_all_documents(name):
     file = open_tokens(FILES / name, 400, EOS)
     assert len(file) == len(ALL)
     assert file.documents == len(DOCUMENTS)
@@ -68,9 +68,7 @@ def test_imported_token_file_has_the_tokens_of_all_documents(name: str) -> None:
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=8), st.data())
-def test_token_file_without_eos_gets_an_eos_after_every_document(
-    lengths: list[int], data: st.DataObject
-) -> None:
+def test_token_file_without_eos_gets_an_eos_after_every_document(lengths, data):
     documents = [list(range(10 * i, 10 * i + n)) for i, n in enumerate(lengths, start=1)]
     whole = [token for document in documents for token in [*document, EOS]]
     ends = np.cumsum(lengths)
@@ -82,10 +80,8 @@ def test_token_file_without_eos_gets_an_eos_after_every_document(
 
 
 @pytest.mark.parametrize("names", [NAMES[:1], NAMES])
-def test_prepare_uses_last_documents_of_token_files_as_heldout_split(
-    make_token_config: Make, names: list[str]
-) -> None:
-    data = prepare(make_token_config(*(FILES / name for name in names)))
+def test_prepare_uses_last_documents_of_token_files_as_heldout_split(make_config, names):
+    data = prepare(make_config(*(FILES / name for name in names)))
     assert isinstance(data, ImportedData)
     train, heldout = data.split("train"), data.split("heldout")
     whole = np.tile(ALL, len(names))
@@ -103,16 +99,14 @@ def test_prepare_uses_last_documents_of_token_files_as_heldout_split(
     assert data.manifest.source == f"tokens of {', '.join(names[:3])}{', ...' * (len(names) > 3)}"
 
 
-def test_corpus_identity_does_not_change_if_token_files_are_moved(
-    make_token_config: Make, tmp_path: Path
-) -> None:
-    first = prepare(make_token_config(FILES / NAMES[0]))
+def test_corpus_identity_does_not_change_if_token_files_are_moved(make_config, tmp_path):
+    first = prepare(make_config(FILES / NAMES[0]))
     moved = copy_file(NAMES[0], tmp_path / "moved")
-    second = prepare(make_token_config(moved))
+    second = prepare(make_config(moved))
     assert second.directory == first.directory
     assert second.paths == (str(moved),)
     (tmp_path / "moved" / "README.md").write_text("Tokens.", encoding="utf-8")
-    assert prepare(make_token_config(tmp_path / "moved")) == second
+    assert prepare(make_config(tmp_path / "moved")) == second
     reason = "not a .bin or .ds file"
     listing = second.directory / "skipped.txt"
     assert listing.read_text(encoding="utf-8") == f"{tmp_path / 'moved' / 'README.md'}: {reason}\n"
@@ -133,16 +127,14 @@ def write_index(path: Path, lengths: np.ndarray) -> None:
 
 @pytest.mark.parametrize("name", ["t.bin", "t.ds"])
 @pytest.mark.parametrize("ended", [True, False])
-def test_document_count_equals_eos_count_if_some_documents_are_empty(
-    make_token_config: Make, tmp_path: Path, name: str, ended: bool
-) -> None:
+def test_document_count_equals_eos_count_with_empty_documents(make_config, tmp_path, name, ended):
     lengths = np.tile([3, 5, 0, 2, 4, 0, 0], 30)
     tokens = [7] * lengths.sum()
     for end in np.cumsum(lengths):
         tokens[end - 1] = EOS if ended else 7
     np.array(tokens, "<u2").tofile(tmp_path / name)
     write_index(tmp_path / name, lengths)
-    data = prepare(make_token_config(tmp_path / name))
+    data = prepare(make_config(tmp_path / name))
     for split, counts in data.manifest.splits.items():
         stream = data.split(split)
         assert counts.documents == (stream.tokens(0, len(stream)) == EOS).sum() > 0
@@ -151,30 +143,26 @@ def test_document_count_equals_eos_count_if_some_documents_are_empty(
     assert sum(counts.documents for counts in data.manifest.splits.values()) == expected
 
 
-def test_empty_document_in_megatron_index_becomes_a_single_eos(
-    make_token_config: Make, tmp_path: Path
-) -> None:
+def test_empty_document_in_megatron_index_becomes_a_single_eos(make_config, tmp_path):
     lengths = np.full(30, 4, "<i4")
     places, firsts = 8 * np.arange(30), [0, 0, *range(31)]  # the first two contain no sequence
     head = MEGATRON_HEADER.pack(MAGIC, 1, 8, 30, len(firsts))
     index = head + lengths.tobytes() + np.append(places, firsts).astype("<i8").tobytes()
     (tmp_path / "t.idx").write_bytes(index)
     np.full(120, 7, "<u2").tofile(tmp_path / "t.bin")
-    train = prepare(make_token_config(tmp_path / "t.bin")).split("train")
+    train = prepare(make_config(tmp_path / "t.bin")).split("train")
     expected = np.append([EOS, EOS], np.tile([7, 7, 7, 7, EOS], 30))
     assert np.array_equal(train.tokens(0, len(train)), expected[: len(train)])
 
 
 @pytest.mark.parametrize("name", ["t.bin", "t.ds"])
-def test_document_counts_match_index_if_documents_contain_several_eos(
-    make_token_config: Make, tmp_path: Path, name: str
-) -> None:
+def test_document_counts_match_index_if_documents_have_several_eos(make_config, tmp_path, name):
     (tmp_path / "several").mkdir()
     paths = [tmp_path / name, tmp_path / "several" / name]
     for path, document in zip(paths, ([7, EOS], [7, EOS] * 5), strict=True):
         np.array(document * 20, "<u2").tofile(path)
         write_index(path, np.full(20, len(document)))
-    data = prepare(make_token_config(*paths, heldout_fraction=0.52))
+    data = prepare(make_config(*paths, heldout_fraction=0.52))
     counts = {split: counts.documents for split, counts in data.manifest.splits.items()}
     # 116 tokens: 20 documents of the first file, 7 documents of 10 tokens, and a part of the next.
     assert len(data.split("train")) == 116
@@ -182,28 +170,26 @@ def test_document_counts_match_index_if_documents_contain_several_eos(
 
 
 @pytest.mark.parametrize("name", ["t.bin", "t.ds"])
-def test_opened_stream_raises_data_error_if_token_file_index_changes(
-    make_token_config: Make, tmp_path: Path, name: str
-) -> None:
+def test_stream_raises_data_error_if_token_file_index_changes(make_config, tmp_path, name):
     lengths, path = np.arange(20, 60), tmp_path / name
     np.full(lengths.sum(), 7, "<u2").tofile(path)
     write_index(path, lengths)
-    before = prepare(make_token_config(path))
+    before = prepare(make_config(path))
     train = before.split("train")
     edited = np.concatenate([lengths[:10], lengths[20:9:-1], lengths[21:]])
     write_index(path, edited)
     for read in (lambda: before.split("heldout"), lambda: train.tokens(0, len(train))):
         with pytest.raises(DataError, match=r"was changed while|changed after it was opened"):
             read()
-    after = prepare(make_token_config(path))
+    after = prepare(make_config(path))
     assert after.manifest.corpus != before.manifest.corpus
     assert after.directory != before.directory
     write_index(path, lengths)
-    assert prepare(make_token_config(path)).manifest == before.manifest
+    assert prepare(make_config(path)).manifest == before.manifest
 
 
 @pytest.mark.parametrize("ends", [[3, 1, 9], [9, 9, 9], [0, 0, 9], [2**62, 4, 9], [5, -1, 9]])
-def test_invalid_document_ends_never_cause_a_wrong_token_count(ends: list[int]) -> None:
+def test_invalid_document_ends_never_cause_a_wrong_token_count(ends):
     content = np.arange(9, dtype=np.int32)
     file = WithEnds(TokenFile(Path("f"), content, lambda i: np.array(ends)[i], len(ends), 90), EOS)
     for start in range(len(file)):
@@ -211,37 +197,31 @@ def test_invalid_document_ends_never_cause_a_wrong_token_count(ends: list[int]) 
             assert len(file.tokens(start, len(file))) == len(file) - start
 
 
-def test_token_source_reads_diffllm_shards_in_original_directory(
-    make_token_config: Make, prepared: TokenData
-) -> None:
-    data = prepare(make_token_config(prepared.directory, tokenizer=None))
+def test_token_source_reads_diffllm_shards_in_original_directory(make_config, prepared):
+    data = prepare(make_config(prepared.directory, tokenizer=None))
     assert type(data) is TokenData
     assert data.directory == prepared.directory.absolute()
 
 
-def test_eos_token_of_config_must_be_the_eos_of_token_shards(
-    make_token_config: Make, prepared: TokenData
-) -> None:
-    same = prepare(make_token_config(prepared.directory, eos_token="</s>"))
+def test_eos_token_of_config_must_be_the_eos_of_token_shards(make_config, prepared):
+    same = prepare(make_config(prepared.directory, eos_token="</s>"))
     assert same.directory == prepared.directory
     with pytest.raises(DataError, match=r"data.eos_token=<s> cannot change the EOS '</s>' of the"):
-        prepare(make_token_config(prepared.directory, eos_token="<s>"))
+        prepare(make_config(prepared.directory, eos_token="<s>"))
 
 
-def test_token_source_ignores_obsolete_field_of_older_manifest(
-    make_token_config: Make, tmp_path: Path, prepared: TokenData
-) -> None:
+def test_token_source_ignores_obsolete_field_of_old_manifest(make_config, tmp_path, prepared):
     old = shutil.copytree(prepared.directory, tmp_path / "old")
     content = read_json(old / "manifest.json")
     write_json(old / "manifest.json", {**content, "skipped_duplicates": 7})
-    data = prepare(make_token_config(old, tokenizer=None))
+    data = prepare(make_config(old, tokenizer=None))
     assert data.manifest == prepared.manifest
     for split in ("train", "heldout"):
         expected, stream = prepared.split(split), data.split(split)
         assert np.array_equal(stream.tokens(0, len(stream)), expected.tokens(0, len(expected)))
 
 
-def test_token_files_of_another_tokenizer_raise_data_error(tmp_path: Path) -> None:
+def test_token_files_of_another_tokenizer_raise_data_error(tmp_path):
     stream = FilesStream("train", [str(FILES / NAMES[0])], (250, EOS), 0, len(ALL))
     with pytest.raises(DataError, match=r"megatron_uint16.bin: token id 2\d\d is not in .* 250"):
         stream.tokens(0, len(ALL))
@@ -251,13 +231,11 @@ def test_token_files_of_another_tokenizer_raise_data_error(tmp_path: Path) -> No
         open_tokens(tmp_path / "half.ds", 400, EOS)
 
 
-def test_token_source_refuses_missing_tokenizer_or_token_files(
-    make_token_config: Make, tmp_path: Path
-) -> None:
+def test_token_source_refuses_missing_tokenizer_or_token_files(make_config, tmp_path):
     with pytest.raises(DataError, match=r"data\.tokenizer=null is not supported with data=tokens"):
-        prepare(make_token_config(FILES / NAMES[0], tokenizer=None))
+        prepare(make_config(FILES / NAMES[0], tokenizer=None))
     with pytest.raises(ConfigError, match=r"source=tokens needs data\.paths"):
-        prepare(make_token_config())
+        prepare(make_config())
     (tmp_path / "a.txt").write_text("x", encoding="utf-8")
     with pytest.raises(DataError, match=r"neither a \.bin or \.ds file nor"):
-        prepare(make_token_config(tmp_path / "a.txt"))
+        prepare(make_config(tmp_path / "a.txt"))

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from tiers import slow_but
 from diffllm.core.errors import CheckpointError, ConfigError, DataError
 from diffllm.data.heldout import HeldoutSample
 from diffllm.data.loader import TrainLoader
-from diffllm.data.prepared import TokenData
 from diffllm.data.samples import ShuffledSequences, permute
 from diffllm.data.sequences import StreamSequences
 from diffllm.data.streams import TokenStream
@@ -72,7 +70,7 @@ def global_steps(
     ]
 
 
-def test_loader_targets_are_inputs_shifted_by_one_token(make_loader: MakeLoader) -> None:
+def test_loader_targets_are_inputs_shifted_by_one_token(make_loader):
     inputs, targets = next(make_loader())
     assert inputs.shape == targets.shape == (4, SEQ_LEN)
     assert inputs.dtype == targets.dtype == torch.int64
@@ -85,12 +83,11 @@ def test_loader_targets_are_inputs_shifted_by_one_token(make_loader: MakeLoader)
     [(1, 12, 0), (1, 1, 2), (1, 4, 1), (2, 3, 0), (2, 2, 1), (3, 4, 0), (4, 1, 0), (6, 2, 0)],
 )
 def test_loader_step_reads_same_samples_for_any_world_size_and_micro_batch(
-    make_loader: MakeLoader, world_size: int, micro_batch_size: int, num_workers: int
-) -> None:
+    make_loader, world_size, micro_batch_size, num_workers
+):
     """Nine steps cross two borders of epochs; the first border is inside a batch."""
-    steps = global_steps(
-        make_loader, 9, world_size, micro_batch_size=micro_batch_size, num_workers=num_workers
-    )
+    layout = {"micro_batch_size": micro_batch_size, "num_workers": num_workers}
+    steps = global_steps(make_loader, 9, world_size, **layout)
     assert steps == [expected_step(step) for step in range(9)]
 
 
@@ -99,24 +96,18 @@ def test_loader_step_reads_same_samples_for_any_world_size_and_micro_batch(
     ("world_size", "micro_batch_size", "num_workers"), [(1, 4, 0), (1, 6, 2), (3, 2, 0)]
 )
 def test_loader_resumes_at_any_step_with_any_world_size_and_micro_batch(
-    make_loader: MakeLoader, consumed: int, world_size: int, micro_batch_size: int, num_workers: int
-) -> None:
+    make_loader, consumed, world_size, micro_batch_size, num_workers
+):
     loader = make_loader(num_workers=1, prefetch_factor=8)
     for _ in range(consumed * 3):
         next(loader)
     state = loader.state_dict()
-    resumed = global_steps(
-        make_loader,
-        3,
-        world_size,
-        state,
-        micro_batch_size=micro_batch_size,
-        num_workers=num_workers,
-    )
+    layout = {"micro_batch_size": micro_batch_size, "num_workers": num_workers}
+    resumed = global_steps(make_loader, 3, world_size, state, **layout)
     assert resumed == [expected_step(consumed + step) for step in range(3)]
 
 
-def test_loader_state_does_not_count_prefetched_batches(make_loader: MakeLoader) -> None:
+def test_loader_state_does_not_count_prefetched_batches(make_loader):
     loader = make_loader(num_workers=2, prefetch_factor=8)
     assert loader.state_dict() == {"seed": SEED, "epoch": 0, "sample": 0}
     for _ in range(3 * 4 + 2):
@@ -126,14 +117,14 @@ def test_loader_state_does_not_count_prefetched_batches(make_loader: MakeLoader)
     assert loader.state_dict() == {"seed": SEED, "epoch": 1, "sample": 10}
 
 
-def test_load_state_dict_rewinds_a_running_loader(make_loader: MakeLoader) -> None:
+def test_load_state_dict_rewinds_a_running_loader(make_loader):
     loader = make_loader(num_workers=1)
     first = samples_of(next(loader)[0])
     loader.load_state_dict({"seed": SEED, "epoch": 0, "sample": 0})
     assert samples_of(next(loader)[0]) == first
 
 
-def test_loader_refuses_state_with_other_seed_or_corpus_size(make_loader: MakeLoader) -> None:
+def test_loader_refuses_state_with_other_seed_or_corpus_size(make_loader):
     with pytest.raises(CheckpointError, match=r"seed=6, but this run has seed=5"):
         make_loader().load_state_dict({"seed": 6, "epoch": 0, "sample": 0})
     with pytest.raises(CheckpointError, match=r"sequence 50 .* this corpus has 50"):
@@ -142,7 +133,7 @@ def test_loader_refuses_state_with_other_seed_or_corpus_size(make_loader: MakeLo
         make_loader().load_state_dict({"seed": SEED, "epoch": 2**52, "sample": 0})
 
 
-def test_loader_refuses_invalid_seq_len_or_global_batch_size(make_loader: MakeLoader) -> None:
+def test_loader_refuses_invalid_seq_len_or_global_batch_size(make_loader):
     with pytest.raises(DataError, match=r"train split has 405 tokens, but seq_len=405 needs 406"):
         make_loader(seq_len=405)
     make_loader(seq_len=404)
@@ -152,7 +143,7 @@ def test_loader_refuses_invalid_seq_len_or_global_batch_size(make_loader: MakeLo
         make_loader(world_size=2)
 
 
-def test_loader_does_not_change_torch_random_state(make_loader: MakeLoader) -> None:
+def test_loader_does_not_change_torch_random_state(make_loader):
     before = torch.get_rng_state()
     next(make_loader(num_workers=1))
     assert torch.equal(torch.get_rng_state(), before)
@@ -160,9 +151,7 @@ def test_loader_does_not_change_torch_random_state(make_loader: MakeLoader) -> N
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
 @pytest.mark.parametrize("sequences", [1, 10, 50, 1000])
-def test_heldout_sample_assigns_every_sequence_to_exactly_one_rank(
-    stream: TokenStream, world_size: int, sequences: int
-) -> None:
+def test_heldout_sample_assigns_every_sequence_to_exactly_one_rank(stream, world_size, sequences):
     read = []
     sample = HeldoutSample(stream, SEQ_LEN, sequences, eos_id=0)
     for rank in range(world_size):
@@ -174,16 +163,14 @@ def test_heldout_sample_assigns_every_sequence_to_exactly_one_rank(
     assert sorted(read) == [i * SAMPLES // count for i in range(count)]
 
 
-def test_heldout_sample_refuses_split_shorter_than_a_sequence(prepared: TokenData) -> None:
+def test_heldout_sample_refuses_split_shorter_than_a_sequence(prepared):
     stream = prepared.split("heldout")
     with pytest.raises(DataError, match=rf"its heldout split has {len(stream)} tokens, but seq"):
         HeldoutSample(stream, len(stream), 1, eos_id=0)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_loader_raises_single_line_error_for_damaged_shard(
-    make_loader: MakeLoader, stream: TokenStream, tmp_path: Path, num_workers: int
-) -> None:
+def test_loader_raises_one_line_error_for_damaged_shard(make_loader, stream, tmp_path, num_workers):
     loader = make_loader(num_workers=num_workers)
     (tmp_path / "stream" / "train-00002.bin").write_bytes(b"")
     with pytest.raises(DataError) as caught:
@@ -192,9 +179,7 @@ def test_loader_raises_single_line_error_for_damaged_shard(
     assert "\n" not in str(caught.value)
 
 
-def test_loader_close_ends_loader_processes_that_ignore_stop_signals(
-    make_loader: MakeLoader,
-) -> None:
+def test_loader_close_ends_loader_processes_that_ignore_stop_signals(make_loader):
     loader = make_loader(num_workers=2)
     next(loader)
     started = multiprocessing.active_children()
@@ -227,9 +212,7 @@ if sys.argv[2] == "hang":
 
 
 @pytest.mark.parametrize("end", slow_but(["return"], ["hang", "return"]))
-def test_loader_processes_end_silently_after_parent_process_ends(
-    stream: TokenStream, tmp_path: Path, end: str
-) -> None:
+def test_loader_processes_end_silently_after_parent_process_ends(stream, tmp_path, end):
     """The trainer is killed, or returns without close()."""
     trainer = subprocess.Popen(
         # Torchdata warns about fewer cores than workers.

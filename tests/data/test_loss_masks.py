@@ -25,7 +25,6 @@ from diffllm.data.streams import JoinedStream, TokenStream
 from diffllm.training.checks import corpus_facts
 
 EOS, TOKENS = 0, 400
-MakeStream = Callable[..., TokenStream]
 FILES = Path(__file__).parent.parent / "data_files" / "imported"
 
 
@@ -57,7 +56,7 @@ def open_stream(directory: Path) -> TokenStream:
 
 
 @pytest.fixture
-def masked(make_stream: MakeStream, tmp_path: Path) -> TokenStream:
+def masked(make_stream: Callable[..., TokenStream], tmp_path: Path) -> TokenStream:
     """A masked stream of several shards."""
     tokens, mask = random_documents()
     make_stream(tokens)
@@ -65,7 +64,7 @@ def masked(make_stream: MakeStream, tmp_path: Path) -> TokenStream:
     return open_stream(tmp_path / "stream")
 
 
-def test_loss_mask_range_may_span_several_shards(masked: TokenStream) -> None:
+def test_loss_mask_range_may_span_several_shards(masked):
     _, mask = random_documents()
     assert masked.masked
     for start, stop in ((0, TOKENS), (0, 0), (90, 300), (97, 194), (399, 400)):
@@ -76,9 +75,7 @@ def test_loss_mask_range_may_span_several_shards(masked: TokenStream) -> None:
         masked.loss_mask(0, TOKENS + 1)
 
 
-def test_loss_mask_is_true_for_all_tokens_of_shard_without_mask_file(
-    make_stream: MakeStream, tmp_path: Path
-) -> None:
+def test_loss_mask_is_true_for_all_tokens_of_shard_without_mask_file(make_stream, tmp_path):
     tokens, mask = random_documents()
     stream = make_stream(tokens)
     assert not stream.masked
@@ -92,9 +89,7 @@ def test_loss_mask_is_true_for_all_tokens_of_shard_without_mask_file(
     assert asdict(Manifest.load(tmp_path / "stream")) == json.loads(text)
 
 
-def test_token_shards_have_no_loss_mask_if_manifest_has_no_mask_keys(
-    make_stream: MakeStream, tmp_path: Path
-) -> None:
+def test_token_shards_have_no_loss_mask_if_manifest_has_no_mask_keys(make_stream, tmp_path):
     make_stream(random_documents()[0])
     file = tmp_path / "stream" / "manifest.json"
     manifest = read_json(file)
@@ -104,7 +99,7 @@ def test_token_shards_have_no_loss_mask_if_manifest_has_no_mask_keys(
     assert not open_stream(tmp_path / "stream").masked
 
 
-def test_damaged_loss_mask_file_raises_error_with_path(masked: TokenStream, tmp_path: Path) -> None:
+def test_damaged_loss_mask_file_raises_error_with_path(masked, tmp_path):
     file = tmp_path / "stream" / "train-00001.mask"
     file.write_bytes(bytes(97))
     masked.loss_mask(0, 97)
@@ -118,9 +113,7 @@ def test_damaged_loss_mask_file_raises_error_with_path(masked: TokenStream, tmp_
         open_stream(tmp_path / "stream")
 
 
-def test_stream_sequences_ignore_targets_outside_the_loss_mask(
-    make_stream: MakeStream, masked: TokenStream
-) -> None:
+def test_stream_sequences_ignore_targets_outside_the_loss_mask(make_stream, masked):
     tokens, mask = random_documents()
     plain = StreamSequences(make_stream(tokens, directory="plain"), 16)
     everything = np.arange(len(plain))
@@ -135,9 +128,7 @@ def test_stream_sequences_ignore_targets_outside_the_loss_mask(
     assert torch.equal(targets, torch.where(wanted, whole, -1))
 
 
-def test_packed_sequences_ignore_targets_outside_the_loss_mask(
-    make_stream: MakeStream, masked: TokenStream, tmp_path: Path
-) -> None:
+def test_packed_sequences_ignore_targets_outside_the_loss_mask(make_stream, masked, tmp_path):
     tokens, mask = random_documents()
     plain = make_stream(tokens, directory="plain")
     (tmp_path / "plan").mkdir()
@@ -156,9 +147,7 @@ def test_packed_sequences_ignore_targets_outside_the_loss_mask(
     assert sum(left) == mask.sum()
 
 
-def test_loss_mask_of_joined_stream_is_true_for_unmasked_streams(
-    make_stream: MakeStream, masked: TokenStream
-) -> None:
+def test_loss_mask_of_joined_stream_is_true_for_unmasked_streams(make_stream, masked):
     plain = make_stream(random_documents(1)[0], directory="plain")
     joined = JoinedStream("train", [plain, masked, plain])
     assert joined.masked
@@ -175,9 +164,7 @@ def test_loss_mask_of_joined_stream_is_true_for_unmasked_streams(
 
 
 @pytest.mark.parametrize("tokens", [None, 100])
-def test_token_count_of_held_out_documents_excludes_tokens_without_loss(
-    masked: TokenStream, tokens: int | None
-) -> None:
+def test_token_count_of_held_out_documents_excludes_tokens_without_loss(masked, tokens):
     chosen = heldout_documents(masked, EOS, tokens)
     _, mask = random_documents()
     spans = list(zip(chosen.starts.tolist(), chosen.lengths.tolist(), strict=True))
@@ -190,7 +177,7 @@ def test_token_count_of_held_out_documents_excludes_tokens_without_loss(
     assert heldout_tokens(masked, EOS, tokens) == chosen.predicted.sum()
 
 
-def test_byte_count_of_held_out_documents_excludes_tokens_without_loss(masked: TokenStream) -> None:
+def test_byte_count_of_held_out_documents_excludes_tokens_without_loss(masked):
     chosen = heldout_documents(masked, EOS)
     decoder: Any = SimpleNamespace(decode=lambda tokens: "".join(map(chr, tokens)))
     sizes, _ = chosen.texts(decoder)
@@ -200,15 +187,13 @@ def test_byte_count_of_held_out_documents_excludes_tokens_without_loss(masked: T
         assert size == len("".join(map(chr, tokens[here][mask[here]])).encode())
 
 
-def test_heldout_split_is_refused_if_loss_mask_excludes_all_tokens(
-    masked: TokenStream, tmp_path: Path
-) -> None:
+def test_heldout_split_is_refused_if_loss_mask_excludes_all_tokens(masked, tmp_path):
     write_masks(tmp_path / "stream", np.zeros(TOKENS, bool))
     with pytest.raises(DataError, match="no token to predict"):
         heldout_tokens(open_stream(tmp_path / "stream"), EOS)
 
 
-def test_corpus_token_hash_depends_on_loss_masks(masked: TokenStream, tmp_path: Path) -> None:
+def test_corpus_token_hash_depends_on_loss_masks(masked, tmp_path):
     facts = []
     for mask in (random_documents()[1], random_documents(1)[1]):
         write_masks(tmp_path / "stream", mask)

@@ -13,7 +13,7 @@ from diffllm.data.config import DataConfig, SampleBy, SourceConfig
 from diffllm.data.curriculum import Between, Point
 from diffllm.data.mixture_order import check_place
 from diffllm.data.preparation.prepare import prepare
-from diffllm.data.prepared import MixtureData, TokenData
+from diffllm.data.prepared import MixtureData
 from diffllm.data.samples import MixedSequences, Place
 from diffllm.data.streams import JoinedStream, TokenStream
 
@@ -60,16 +60,16 @@ def first_tokens(samples: MixedSequences, numbers: range) -> list[int]:
     return inputs[:, 0].tolist()
 
 
-def test_mixture_sources_are_shuffled_independently(make_mixture: Make) -> None:
+def test_mixture_sources_are_shuffled_independently(make_mixture):
     read = first_tokens(make_mixture(curriculum=[]), range(200))
     code = [token for token in read if token < 1000]
     assert len(code) == 100
     assert sorted(code[:50]) == sorted(code[50:]) == [8 * i for i in range(50)], "two epochs"
     assert code[:50] != code[50:]
-    assert read != first_tokens(make_mixture(curriculum=[], seed=6), range(200))
-    assert [t // 1000 for t in read] == [
-        t // 1000 for t in first_tokens(make_mixture(curriculum=[], seed=6), range(200))
-    ], "the seed must only shuffle within sources"
+    other = first_tokens(make_mixture(curriculum=[], seed=6), range(200))
+    assert read != other
+    sources = [token // 1000 for token in read]
+    assert sources == [token // 1000 for token in other], "the seed shuffles only within sources"
 
 
 @pytest.mark.parametrize(
@@ -77,8 +77,8 @@ def test_mixture_sources_are_shuffled_independently(make_mixture: Make) -> None:
     [(1, 12, 0), (1, 3, 2), (2, 2, 1), (3, 4, 0), (4, 3, 0)],
 )
 def test_mixture_step_reads_same_samples_for_any_world_size_and_micro_batch(
-    make_mixture: Make, open_loader: Any, world_size: int, micro_batch_size: int, num_workers: int
-) -> None:
+    make_mixture, open_loader, world_size, micro_batch_size, num_workers
+):
     expected = first_tokens(make_mixture(), range(BATCH * STEPS))
     layout = {"micro_batch_size": micro_batch_size, "num_workers": num_workers}
     loaders = [
@@ -92,9 +92,7 @@ def test_mixture_step_reads_same_samples_for_any_world_size_and_micro_batch(
 
 
 @pytest.mark.parametrize("step", [1, 13, 20, 39])
-def test_mixture_reads_same_samples_after_resume_on_three_ranks(
-    make_mixture: Make, open_loader: Any, step: int
-) -> None:
+def test_mixture_reads_same_samples_after_resume_on_three_ranks(make_mixture, open_loader, step):
     whole = first_tokens(make_mixture(limits={"code": 2}), range(BATCH * STEPS))
     one = open_loader(make_mixture(limits={"code": 2}), micro_batch_size=2)
     for _ in range(step * BATCH // 2 + 1):  # and a part of the next step
@@ -115,13 +113,12 @@ def test_mixture_reads_same_samples_after_resume_on_three_ranks(
     assert read == whole[step * BATCH :]
 
 
-def test_resumed_mixture_uses_new_weights_for_remaining_samples(make_mixture: Make) -> None:
+def test_resumed_mixture_uses_new_weights_for_remaining_samples(make_mixture):
     """Each source resumes with its next sequence; a second resume reads the same samples."""
     former = make_mixture(curriculum=[])
     state = former.state(101)
-    changed = make_mixture(
-        curriculum=[Point(0.1, {"web": 1, "books": 1})], between=Between.constant
-    )
+    weights = {"curriculum": [Point(0.1, {"web": 1, "books": 1})], "between": Between.constant}
+    changed = make_mixture(**weights)
     assert changed.sample_of(state) == 101
     read = first_tokens(changed, range(101, 301))
     assert {token // 1000 for token in read} == {1, 2}
@@ -131,7 +128,7 @@ def test_resumed_mixture_uses_new_weights_for_remaining_samples(make_mixture: Ma
     common = min(len(books), len(every_book) - before[2])
     assert books[:common] == every_book[before[2] : before[2] + common]
 
-    again = make_mixture(curriculum=[Point(0.1, {"web": 1, "books": 1})], between=Between.constant)
+    again = make_mixture(**weights)
     later = changed.state(150)
     assert again.sample_of(later) == 150
     assert first_tokens(again, range(150, 301)) == read[49:]
@@ -139,7 +136,7 @@ def test_resumed_mixture_uses_new_weights_for_remaining_samples(make_mixture: Ma
 
 
 @pytest.mark.parametrize("first", [0, 37, 190])
-def test_places_of_samples_do_not_depend_on_mixture_weights(make_mixture: Make, first: int) -> None:
+def test_places_of_samples_do_not_depend_on_mixture_weights(make_mixture, first):
     samples = make_mixture()
     places = samples.places(range(first, first + 24))
     assert len(places) > 1
@@ -152,12 +149,12 @@ def test_places_of_samples_do_not_depend_on_mixture_weights(make_mixture: Make, 
     assert targets[order].equal(expected_targets[expected_order])
 
 
-def test_place_in_unknown_source_is_refused(make_mixture: Make) -> None:
+def test_place_in_unknown_source_is_refused(make_mixture):
     with pytest.raises(DataError, match="no source 'corpus', only code, web, books"):
         make_mixture().read(Place("corpus", 0, 8))
 
 
-def test_mixture_refuses_state_with_other_seed_or_sources(make_mixture: Make) -> None:
+def test_mixture_refuses_state_with_other_seed_or_sources(make_mixture):
     state = make_mixture().state(24)
     with pytest.raises(CheckpointError, match="seed=5, but this run has seed=6"):
         make_mixture(seed=6).sample_of(state)
@@ -178,9 +175,7 @@ def test_mixture_refuses_state_with_other_seed_or_sources(make_mixture: Make) ->
         *((key, value) for key in ("sample", "since") for value in (25, -1, 2**62, [], None)),
     ],
 )
-def test_mixture_refuses_state_with_invalid_values(
-    make_mixture: Make, key: str, value: Any
-) -> None:
+def test_mixture_refuses_state_with_invalid_values(make_mixture, key, value):
     state = make_mixture().state(24)
     forged = {**state, key: {**state[key], **value} if isinstance(value, dict) else value}
     with pytest.raises(CheckpointError, match=r"invalid data position, the entry loop\.data"):
@@ -190,7 +185,7 @@ def test_mixture_refuses_state_with_invalid_values(
         check_place(forged)
 
 
-def test_mixture_metrics_contain_token_and_epoch_counts_per_source(make_mixture: Make) -> None:
+def test_mixture_metrics_contain_token_and_epoch_counts_per_source(make_mixture):
     samples = make_mixture(limits={"code": 1})
     read = first_tokens(samples, range(BATCH * STEPS))
     consumed = samples.consumed(BATCH * STEPS)
@@ -201,9 +196,7 @@ def test_mixture_metrics_contain_token_and_epoch_counts_per_source(make_mixture:
     assert consumed["data/epochs/code"] == 1
 
 
-def test_token_range_of_joined_stream_may_span_several_streams(
-    make_stream: Callable[..., TokenStream],
-) -> None:
+def test_token_range_of_joined_stream_may_span_several_streams(make_stream):
     parts = [[1, 2, 3], [4], [5, 6, 7, 8]]
     joined = JoinedStream("train", [make_stream(p, directory=f"p{i}") for i, p in enumerate(parts)])
     whole = np.concatenate(parts)
@@ -218,13 +211,10 @@ def test_token_range_of_joined_stream_may_span_several_streams(
 # Prepared sources
 
 
-def test_all_mixture_sources_use_one_common_tokenizer(tmp_path: Any) -> None:
-    (tmp_path / "a.txt").write_text(
-        "\n\n".join(f"def f{i}(x): return x + {i}" for i in range(200)), encoding="utf-8"
-    )
-    (tmp_path / "b.txt").write_text(
-        "\n\n".join(f"The {i}th day was mild." for i in range(200)), encoding="utf-8"
-    )
+def test_all_mixture_sources_use_one_common_tokenizer(tmp_path):
+    for name, text in (("a", "def f{0}(x): return x + {0}"), ("b", "The {}th day was mild.")):
+        paragraphs = "\n\n".join(text.format(i) for i in range(200))
+        (tmp_path / f"{name}.txt").write_text(paragraphs, encoding="utf-8")
     texts: dict[str, Any] = {"source": "files", "sample_by": SampleBy.paragraph}
     sources = {
         "code": SourceConfig(**texts, paths=[str(tmp_path / "a.txt")], weight=3),
@@ -255,16 +245,13 @@ def test_all_mixture_sources_use_one_common_tokenizer(tmp_path: Any) -> None:
     ("name", "said"),
     [
         ("no.jsonl", "data.sources.web: data.paths: "),
-        (
-            "a.jsonl",
-            "has no column 'text' that contains text (columns: content); use",
-        ),
+        ("a.jsonl", "has no column 'text' that contains text (columns: content); use"),
     ],
 )
 @pytest.mark.parametrize("given", [False, True])
 def test_mixture_error_message_contains_key_of_faulty_source(
-    tmp_path: Any, corpus_file: Any, prepared: TokenData, given: bool, name: str, said: str
-) -> None:
+    tmp_path, corpus_file, prepared, given, name, said
+):
     (tmp_path / "a.jsonl").write_text('{"content": "x"}\n', encoding="utf-8")
     paths = {"code": corpus_file, "web": tmp_path / name}
     by_line = {"source": "files", "sample_by": SampleBy.line}
@@ -280,9 +267,7 @@ def test_mixture_error_message_contains_key_of_faulty_source(
     assert said in str(raised.value)
 
 
-def test_damaged_or_short_mixture_source_raises_error_with_source_key(
-    make_mixture: Make, make_stream: Callable[..., TokenStream]
-) -> None:
+def test_damaged_or_short_mixture_source_raises_error_with_source_key(make_mixture, make_stream):
     samples = make_mixture()
     for shard in samples.sources[1].stream._directory.glob("*.bin"):
         shard.write_bytes(bytes(len(shard.read_bytes())))
@@ -324,14 +309,14 @@ def test_damaged_or_short_mixture_source_raises_error_with_source_key(
         ),
     ],
 )
-def test_invalid_mixture_config_is_refused(changes: dict[str, Any], said: str) -> None:
+def test_invalid_mixture_config_is_refused(changes, said):
     good = {"source": "mixture", "sources": {"a": SourceConfig()}}
     with pytest.raises(ConfigError) as raised:
         DataConfig(**{**good, "vocab_size": 300, **changes}).validate()
     assert said in str(raised.value)
 
 
-def test_curriculum_points_are_fractions_of_the_run_or_token_counts() -> None:
+def test_curriculum_points_are_fractions_of_the_run_or_token_counts():
     curriculum = [Point(at, {"a": 1}) for at in (0.1, 1, 2, 1e9, 0.5)]
     sources = {"a": SourceConfig()}
     DataConfig("mixture", sources=sources, curriculum=curriculum, vocab_size=300).validate()

@@ -31,18 +31,14 @@ def test_mixture_order_distributes_samples_of_each_source_evenly(weights, first)
     parts = in_parts(weights)
     for k, weight in enumerate(np.array(parts) / sum(parts)):
         here = np.flatnonzero(sources == k)
-        assert (numbers[here] == before[k] + np.arange(len(here))).all(), (
-            "every sample once, in order"
-        )
+        assert (numbers[here] == before[k] + np.arange(len(here))).all(), "once and in order"
         assert (np.diff(here) - 1 <= 2 / weight).all()
         so_far = np.cumsum(sources == k)
         windows = (so_far[10_000:] - so_far[:-10_000]) / 10_000
         assert (np.abs(windows - weight) < 0.001).all()
         assert abs(before[k] - first * parts[k] // sum(parts)) <= 2
-    assert (
-        order.counts(first + count)
-        == (np.bincount(sources, minlength=len(before)) + before).tolist()
-    )
+    expected = np.bincount(sources, minlength=len(before)) + before
+    assert order.counts(first + count) == expected.tolist()
 
 
 @settings(max_examples=60)

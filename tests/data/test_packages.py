@@ -48,38 +48,32 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_config: Make
     return root
 
 
-def test_corpus_of_installed_packages_has_the_reference_hash(make_config: MakeConfig) -> None:
+def test_corpus_of_installed_packages_has_the_reference_hash(make_config):
     corpus = opened(make_config(source="packages"))
     assert (corpus.identity, corpus.note) == (REFERENCE_SHA256, "")
     assert 90e6 < sum(part.size for part in corpus.parts) < 140e6
 
 
-def test_reference_package_versions_match_constraints_file() -> None:
+def test_reference_package_versions_match_constraints_file():
     pinned = (
         (Path(__file__).parents[2] / "constraints.txt").read_text(encoding="utf-8").splitlines()
     )
     assert {f"{name}=={version}" for name, (version, _) in REFERENCE_PACKAGES.items()} <= {*pinned}
 
 
-def test_packages_corpus_omits_generated_duplicate_and_empty_files(
-    installed: Path, make_config: MakeConfig
-) -> None:
+def test_packages_corpus_omits_generated_duplicate_and_empty_files(installed, make_config):
     corpus = opened(make_config(source="packages"))
     assert [*corpus.texts()] == ["def core(): pass\n", "z = 1\n", "own = 2\n"]
     assert (corpus.note, corpus.skipped_empty) == ("", 1)
 
 
 @pytest.mark.parametrize("name", ["aaa/__init__.py", "aaa/version.py", "bbb/__config__.py"])
-def test_generated_file_does_not_change_the_packages_corpus(
-    name: str, installed: Path, make_config: MakeConfig
-) -> None:
+def test_generated_file_does_not_change_the_packages_corpus(name, installed, make_config):
     (installed / name).write_text("built = 'elsewhere'\n", encoding="utf-8")
     assert opened(make_config(source="packages")).note == ""
 
 
-def test_packages_corpus_note_lists_missing_and_changed_packages(
-    installed: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packages_corpus_notes_missing_and_changed_packages(installed, make_config, monkeypatch):
     (installed / "bbb/own.py").write_text("own = 3\n", encoding="utf-8")
     (installed / "bbb-2.dist-info").mkdir()
     (installed / "bbb-2.dist-info/METADATA").write_text("Name: bbb\nVersion: 2\n", encoding="utf-8")

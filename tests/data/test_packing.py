@@ -23,7 +23,7 @@ from diffllm.data.config import DataConfig, Packing, SampleBy, SourceConfig
 from diffllm.data.imported import FilesStream
 from diffllm.data.loader import TrainLoader
 from diffllm.data.packing import PackingPlan, best_fit_decreasing, write_plan
-from diffllm.data.prepared import MixtureData, TokenData
+from diffllm.data.prepared import MixtureData
 from diffllm.data.samples import ShuffledSequences, permute, training_samples
 from diffllm.data.sequences import (
     PackedSequences,
@@ -63,7 +63,7 @@ def drawn_items(draw: st.DrawFn) -> tuple[list[int], int]:
 
 @settings(max_examples=100)
 @given(drawn_items())
-def test_best_fit_decreasing_matches_reference_implementation(drawn: tuple[list[int], int]) -> None:
+def test_best_fit_decreasing_matches_reference_implementation(drawn):
     sizes, capacity = drawn
     bins, count = best_fit_decreasing(np.array(sizes, np.int64), capacity)
     expected = plainly_packed(sizes, capacity)
@@ -72,7 +72,7 @@ def test_best_fit_decreasing_matches_reference_implementation(drawn: tuple[list[
         assert np.flatnonzero(bins == number).tolist() == sorted(own)
 
 
-def test_best_fit_decreasing_supports_capacities_above_16_bits() -> None:
+def test_best_fit_decreasing_supports_capacities_above_16_bits():
     sizes = [70_000, 1, 50_000, 20_000, 30_000, 70_001]
     bins, count = best_fit_decreasing(np.array(sizes), 100_000)
     assert plainly_packed(sizes, 100_000) == [[5, 3, 1], [0, 4], [2]]
@@ -118,9 +118,7 @@ def corpora(draw: st.DrawFn) -> tuple[Tokens, int]:
 
 @settings(max_examples=100)
 @given(corpora(), st.integers(1, 50), st.integers(1, 50))
-def test_packing_cuts_only_documents_longer_than_a_sequence(
-    drawn: tuple[Tokens, int], block: int, window: int
-) -> None:
+def test_packing_cuts_only_documents_longer_than_a_sequence(drawn, block, window):
     stream, seq_len = drawn
     with TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "PACKING_WINDOW", window)
@@ -147,9 +145,7 @@ def test_packing_cuts_only_documents_longer_than_a_sequence(
 
 @settings(max_examples=100)
 @given(corpora())
-def test_packed_sequence_contains_only_document_tokens_and_padding(
-    drawn: tuple[Tokens, int],
-) -> None:
+def test_packed_sequence_contains_only_document_tokens_and_padding(drawn):
     """The input of a target is the previous token, or an EOS for the first target of a document."""
     stream, seq_len = drawn
     with TemporaryDirectory() as directory:
@@ -173,9 +169,7 @@ def test_packed_sequence_contains_only_document_tokens_and_padding(
 
 @settings(max_examples=100)
 @given(corpora())
-def test_document_masks_separate_all_documents_packed_into_a_sequence(
-    drawn: tuple[Tokens, int],
-) -> None:
+def test_document_masks_separate_all_documents_packed_into_a_sequence(drawn):
     """Only the EOS before a document may belong to the previous document."""
     stream, seq_len = drawn
     with TemporaryDirectory() as directory:
@@ -194,9 +188,7 @@ def test_document_masks_separate_all_documents_packed_into_a_sequence(
 
 
 @pytest.mark.parametrize("window", [1, 7, 10_000])
-def test_packed_sequence_count_matches_reference_implementation(
-    window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packed_sequence_count_matches_reference_implementation(window, tmp_path, monkeypatch):
     monkeypatch.setattr(packing, "PACKING_WINDOW", window)
     lengths = np.random.default_rng(0).integers(1, 60, 300).tolist()
     sequences = packed(Tokens(lengths), 32, tmp_path)
@@ -208,7 +200,7 @@ def test_packed_sequence_count_matches_reference_implementation(
 
 
 @pytest.mark.parametrize("eos_id", [1, 399])
-def test_packing_accepts_token_files_of_other_libraries(tmp_path: Path, eos_id: int) -> None:
+def test_packing_accepts_token_files_of_other_libraries(tmp_path, eos_id):
     """Documents without an EOS are read with an added EOS."""
     files = Path(__file__).parent.parent / "data_files" / "imported"
     stream = FilesStream("train", [str(files / "megatron_uint16.bin")], (400, eos_id), 0, 2**62)
@@ -248,21 +240,16 @@ def make_packed_loader(sequences: PackedSequences, open_loader: Any) -> Callable
     ("world_size", "micro_batch_size", "num_workers"), [(1, 12, 0), (1, 3, 2), (2, 2, 1), (3, 4, 0)]
 )
 def test_packed_step_reads_same_samples_for_any_world_size_and_micro_batch(
-    make_packed_loader: Any,
-    sequences: PackedSequences,
-    world_size: int,
-    micro_batch_size: int,
-    num_workers: int,
-) -> None:
+    make_packed_loader, sequences, world_size, micro_batch_size, num_workers
+):
     """The steps cross two borders of epochs."""
     n = len(sequences)
     samples = range(2 * n // BATCH * BATCH + BATCH)
     places = [int(permute(np.array([g % n]), n, SEED, g // n)[0]) for g in samples]
     expected = torch.stack(sequences.read(np.array(places)), dim=1)
     layout = {"micro_batch_size": micro_batch_size, "num_workers": num_workers}
-    loaders = [
-        make_packed_loader(rank=r, world_size=world_size, **layout) for r in range(world_size)
-    ]
+    layout |= {"world_size": world_size}
+    loaders = [make_packed_loader(rank=rank, **layout) for rank in range(world_size)]
     steps = len(samples) // (world_size * micro_batch_size)
     read = [torch.stack(next(each), dim=1) for _ in range(steps) for each in loaders]
     assert torch.equal(torch.cat(read), expected)
@@ -271,9 +258,7 @@ def test_packed_step_reads_same_samples_for_any_world_size_and_micro_batch(
 @pytest.mark.parametrize(
     ("name", "value"), [("starts.bin", -1), ("starts.bin", 10**9), ("lengths.bin", 10**6)]
 )
-def test_packing_plan_with_out_of_range_values_raises_error(
-    sequences: PackedSequences, tmp_path: Path, name: str, value: int
-) -> None:
+def test_packing_plan_with_out_of_range_values_raises_error(sequences, tmp_path, name, value):
     file, record = tmp_path / "plan" / name, tmp_path / "plan" / "plan.json"
     content = np.fromfile(file, packing.ARRAYS[name])
     content[:] = value
@@ -293,9 +278,7 @@ def packing_config(cache: Path, **changes: Any) -> DataConfig:
     return DataConfig(packing=Packing.best_fit, cache_dir=str(cache), **changes)
 
 
-def test_packing_plan_is_computed_once_per_corpus_and_seq_len(
-    prepared: TokenData, tmp_path: Path
-) -> None:
+def test_packing_plan_is_computed_once_per_corpus_and_seq_len(prepared, tmp_path):
     cfg = packing_config(tmp_path)
     first = training_sequences(prepared, cfg, 32)
     (plan,) = [path for path in (tmp_path / "packing").iterdir() if path.is_dir()]
@@ -325,9 +308,7 @@ def mixture_of(
     return MixtureData(parts), packing_config(cache, source="mixture", sources=sources)
 
 
-def test_mixture_sources_are_packed_separately(
-    make_stream: Callable[..., TokenStream], tmp_path: Path
-) -> None:
+def test_mixture_sources_are_packed_separately(make_stream, tmp_path):
     data, cfg = mixture_of(make_stream, tmp_path, code=1)
     own = {name: training_sequences(each, cfg, SEQ_LEN) for name, each in data.sources.items()}
     total = len(own["code"]) * 3
@@ -347,9 +328,7 @@ def test_mixture_sources_are_packed_separately(
     assert sequences_of_epoch(data, cfg, SEQ_LEN) == counts.sequences
 
 
-def test_number_of_steps_per_epoch_depends_on_packed_sequence_count(
-    corpus_file: Path, tmp_path: Path
-) -> None:
+def test_number_of_steps_per_epoch_depends_on_packed_sequence_count(corpus_file, tmp_path):
     data = packing_config(
         tmp_path / "cache",
         source="files",

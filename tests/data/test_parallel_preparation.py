@@ -1,6 +1,5 @@
 """Preparation in several processes, and recovery after the death of a process."""
 
-import json
 import os
 import signal
 import subprocess
@@ -17,7 +16,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from processes import has_ended, wait_until
-from sample_texts import sample_documents
+from sample_texts import json_lines, sample_documents
 
 from diffllm.core.errors import DataError
 from diffllm.core.printing import to_stderr
@@ -32,19 +31,17 @@ from diffllm.data.text import files
 from diffllm.data.text.corpus import Part, TextBatch, open_corpus
 
 TEXTS = sample_documents(1200)
-MakeConfig = Callable[..., DataConfig]
 
 
 @pytest.fixture
-def corpus_of_parts(
-    tmp_path: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+def cfg(
+    tmp_path: Path, make_config: Callable[..., DataConfig], monkeypatch: pytest.MonkeyPatch
 ) -> DataConfig:
     """A corpus of about ten parts: row groups, lines and JSON lines."""
     monkeypatch.setattr(files, "PART_BYTES", 12_000)
     table = pyarrow.table({"text": TEXTS[:400]})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=50)
-    lines = "".join(json.dumps({"id": i, "text": t}) + "\n" for i, t in enumerate(TEXTS[400:800]))
-    (tmp_path / "b.jsonl").write_text(lines, encoding="utf-8")
+    (tmp_path / "b.jsonl").write_text(json_lines(*TEXTS[400:800]), encoding="utf-8")
     (tmp_path / "c.txt").write_text("\n".join(TEXTS[800:]), encoding="utf-8")
     model = tmp_path / "tokenizer.txt"
     model.write_text("\n".join(TEXTS), encoding="utf-8")
@@ -70,12 +67,10 @@ def partial_of(cfg: DataConfig) -> Path:
     return found
 
 
-def test_preparation_in_three_processes_writes_tokens_in_corpus_order(
-    corpus_of_parts: DataConfig,
-) -> None:
-    data = prepare(corpus_of_parts, PrepareConfig(processes=3))
+def test_preparation_in_three_processes_writes_tokens_in_corpus_order(cfg):
+    data = prepare(cfg, PrepareConfig(processes=3))
     tokenizer = data.tokenizer()
-    parts = open_corpus(corpus_of_parts, Path(corpus_of_parts.cache_dir)).parts
+    parts = open_corpus(cfg, Path(cfg.cache_dir)).parts
     assert 8 <= len(parts) <= 20
     for split in ("train", "heldout"):
         chosen = [
@@ -89,11 +84,9 @@ def test_preparation_in_three_processes_writes_tokens_in_corpus_order(
         assert data.manifest.splits[split].bytes == sum(len(text.encode()) for text in chosen)
 
 
-def test_number_of_preparation_processes_does_not_change_written_bytes(
-    corpus_of_parts: DataConfig,
-) -> None:
-    alone = all_contents(prepare(corpus_of_parts, PrepareConfig(processes=1)))
-    several = in_cache(corpus_of_parts, "several")
+def test_number_of_preparation_processes_does_not_change_written_bytes(cfg):
+    alone = all_contents(prepare(cfg, PrepareConfig(processes=1)))
+    several = in_cache(cfg, "several")
     assert all_contents(prepare(several, PrepareConfig(processes=4))) == alone
 
 
@@ -115,56 +108,50 @@ def dying(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], None
     monkeypatch.setattr(encoding.Encoding, "encode", encode)
 
 
-def test_resumed_preparation_does_not_rewrite_finished_parts(
-    corpus_of_parts: DataConfig, dying: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    undisturbed = all_contents(prepare(in_cache(corpus_of_parts, "undisturbed")))
+def test_resumed_preparation_does_not_rewrite_finished_parts(cfg, dying, monkeypatch):
+    undisturbed = all_contents(prepare(in_cache(cfg, "undisturbed")))
     dying(5, signal.SIGKILL)
     with pytest.raises(
         DataError, match=r"was killed, perhaps because memory ran out; files in progress: .*\.jsonl"
     ):
-        prepare(corpus_of_parts, PrepareConfig(processes=1))
-    partial = partial_of(corpus_of_parts)
+        prepare(cfg, PrepareConfig(processes=1))
+    partial = partial_of(cfg)
     done = sorted(path.name for path in partial.glob("part-*.json"))
     assert done == [f"part-{i:05d}.json" for i in range(5)]
     shards = {path: path.stat().st_mtime_ns for path in partial.glob("tokens/*-0000[0-4]-*.bin")}
     monkeypatch.undo()
     monkeypatch.setattr(files, "PART_BYTES", 12_000)
-    data = prepare(corpus_of_parts)
+    data = prepare(cfg)
     assert all_contents(data) == undisturbed
     for path, time_ns in shards.items():
         assert (data.directory / path.name).stat().st_mtime_ns == time_ns  # not written again
-    assert not list(Path(corpus_of_parts.cache_dir).glob("tokens/*.partial-*"))
+    assert not list(Path(cfg.cache_dir).glob("tokens/*.partial-*"))
 
 
-def test_resumed_preparation_ignores_stored_parts_if_part_size_has_changed(
-    corpus_of_parts: DataConfig, dying: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resumed_preparation_ignores_parts_if_part_size_changed(cfg, dying, monkeypatch):
     dying(2, signal.SIGKILL)
     with pytest.raises(DataError, match="killed"):
-        prepare(corpus_of_parts, PrepareConfig(processes=1))
+        prepare(cfg, PrepareConfig(processes=1))
     monkeypatch.undo()
-    data = prepare(corpus_of_parts)  # now a single part
+    data = prepare(cfg)  # now a single part
     assert len(data.manifest.splits["train"].shards) == 1
-    assert all_contents(data) == all_contents(prepare(in_cache(corpus_of_parts, "whole")))
-    assert not list(Path(corpus_of_parts.cache_dir).glob("tokens/*.partial-*"))
+    assert all_contents(data) == all_contents(prepare(in_cache(cfg, "whole")))
+    assert not list(Path(cfg.cache_dir).glob("tokens/*.partial-*"))
 
 
-def test_error_of_preparation_worker_contains_exactly_one_traceback(
-    corpus_of_parts: DataConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_error_of_preparation_worker_contains_exactly_one_traceback(cfg, monkeypatch):
     def fail(*_: object) -> None:
         raise ZeroDivisionError("in a worker")
 
     monkeypatch.setattr(encoding.Encoding, "encode", fail)
     with pytest.raises(ZeroDivisionError, match="in a worker") as caught:
-        prepare(corpus_of_parts)
+        prepare(cfg)
     said = "".join(traceback.format_exception(caught.value))
     assert said.count("Traceback") == 1
     assert said.count("in fail") == 1
 
 
-def test_interrupted_or_killed_preparation_leaves_no_process(corpus_of_parts: DataConfig) -> None:
+def test_interrupted_or_killed_preparation_leaves_no_process(cfg):
     """Ctrl-C or SIGKILL of the parent ends workers that would wait endlessly."""
     script = """
 import os, sys, time
@@ -180,7 +167,7 @@ prepare(DataConfig(source="files", paths=sys.argv[2:], cache_dir=sys.argv[1], vo
 """
     for sent in (signal.SIGINT, signal.SIGKILL):
         process = subprocess.Popen(
-            [sys.executable, "-c", script, corpus_of_parts.cache_dir, *corpus_of_parts.paths[:1]],
+            [sys.executable, "-c", script, cfg.cache_dir, *cfg.paths[:1]],
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, encoding="utf-8",
         )  # fmt: skip
         assert process.stdout is not None
@@ -190,10 +177,8 @@ prepare(DataConfig(source="files", paths=sys.argv[2:], cache_dir=sys.argv[1], vo
         wait_until(lambda: has_ended(worker), "end of the worker")  # noqa: B023
 
 
-def test_heldout_fraction_close_to_1_leaves_one_training_document(
-    corpus_of_parts: DataConfig,
-) -> None:
-    data = prepare(replace(corpus_of_parts, heldout_fraction=1 - 1e-9))
+def test_heldout_fraction_close_to_1_leaves_one_training_document(cfg):
+    data = prepare(replace(cfg, heldout_fraction=1 - 1e-9))
     stream = data.split("train")
     tokens = stream.tokens(0, len(stream)).tolist()
     assert data.tokenizer().decode(tokens) == max(TEXTS, key=hash_of)
@@ -214,11 +199,9 @@ class Endless:
 
 
 @pytest.mark.slow
-def test_preparation_memory_does_not_grow_with_number_of_documents(
-    corpus_of_parts: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_preparation_memory_is_independent_of_document_count(cfg, tmp_path, monkeypatch):
     encode, peaks = encoding.Encoding.encode, {}
-    base = open_corpus(corpus_of_parts, Path(corpus_of_parts.cache_dir))
+    base = open_corpus(cfg, Path(cfg.cache_dir))
 
     def measured(self: encoding.Encoding, *args: Any) -> None:
         encode(self, *args)
@@ -231,7 +214,7 @@ def test_preparation_memory_does_not_grow_with_number_of_documents(
         parts: list[Part] = [Endless(documents)]
         job = TokensJob(
             replace(base, list_parts=lambda parts=parts: parts),
-            Path(str(corpus_of_parts.tokenizer)) / "tokenizer.model",
+            Path(str(cfg.tokenizer)) / "tokenizer.model",
             0.02,
             tmp_path / f"of-{documents}",
         )
@@ -240,14 +223,10 @@ def test_preparation_memory_does_not_grow_with_number_of_documents(
     assert peaks[200_000] < peaks[20_000] + 4_000, peaks  # KiB
 
 
-def test_preparation_progress_line_contains_current_file_name(
-    corpus_of_parts: DataConfig, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_preparation_progress_line_contains_current_file_name(cfg, monkeypatch, capfd):
     """The stalled part continues only after a progress line has named the part."""
-    base, told = (
-        open_corpus(corpus_of_parts, Path(corpus_of_parts.cache_dir)),
-        Path(corpus_of_parts.cache_dir) / "told",
-    )
+    cache = Path(cfg.cache_dir)
+    base, told = open_corpus(cfg, cache), cache / "told"
 
     class Stalled(Endless):
         name = "a hub that hangs"
@@ -266,9 +245,9 @@ def test_preparation_progress_line_contains_current_file_name(
     monkeypatch.setattr(workers, "to_stderr", read_aloud)
     job = TokensJob(
         replace(base, list_parts=lambda: [Stalled(1000)]),
-        Path(str(corpus_of_parts.tokenizer)) / "tokenizer.model",
+        Path(str(cfg.tokenizer)) / "tokenizer.model",
         0.02,
-        Path(corpus_of_parts.cache_dir) / "tokens",
+        cache / "tokens",
     )
     job.build(PrepareConfig())
     assert "MB, 0.0M tokens; 0.0 MB/s, 0 tokens/s; reading a hub that" in capfd.readouterr().err

@@ -3,27 +3,23 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 from processes import PATIENCE_S
-from runs.json_files import read_json
+from runs.json_files import read_json, write_jsonl
 from sample_texts import contents, documents_of, sample_documents
 from tiers import pairs
 
 from diffllm.cli.prepare import prepared_text
 from diffllm.core.errors import DataError
-from diffllm.data.config import DataConfig, SampleBy
+from diffllm.data.config import SampleBy
 from diffllm.data.preparation.prepare import RunHashes, held_out_pieces, prepare
 from diffllm.data.prepared import TokenData
 from diffllm.data.text.corpus import open_corpus
 from diffllm.data.text.skipped import report_again, skipped_text
-
-MakeConfig = Callable[..., DataConfig]
 
 PREPARE = """
 import sys
@@ -54,13 +50,13 @@ def start_preparing(corpus: Path, cache: Path, stage: str = "all") -> subprocess
     )
 
 
-def test_train_and_heldout_splits_together_contain_all_documents(prepared: TokenData) -> None:
+def test_train_and_heldout_splits_together_contain_all_documents(prepared):
     train, heldout = documents_of(prepared, "train"), documents_of(prepared, "heldout")
     assert sorted(train + heldout) == sorted(sample_documents(200))
     assert 5 <= len(heldout) <= 45
 
 
-def test_manifest_matches_tokenizer_and_shard_files_on_disk(prepared: TokenData) -> None:
+def test_manifest_matches_tokenizer_and_shard_files_on_disk(prepared):
     manifest = prepared.manifest
     tokenizer = prepared.tokenizer()
     assert (manifest.vocab_size, manifest.eos_id) == (400, tokenizer.eos_id)
@@ -78,9 +74,7 @@ def test_manifest_matches_tokenizer_and_shard_files_on_disk(prepared: TokenData)
     assert stored == asdict(manifest)
 
 
-def test_heldout_texts_do_not_depend_on_document_order_or_duplicates(
-    tmp_path: Path, make_config: MakeConfig
-) -> None:
+def test_heldout_texts_do_not_depend_on_document_order_or_duplicates(tmp_path, make_config):
     texts = sample_documents(100)
     forwards, backwards = tmp_path / "forwards.txt", tmp_path / "backwards.txt"
     forwards.write_text("\n".join(texts), encoding="utf-8")
@@ -92,31 +86,18 @@ def test_heldout_texts_do_not_depend_on_document_order_or_duplicates(
     assert len(documents_of(second, "heldout")) > len(documents_of(first, "heldout"))
 
 
-def test_prepare_excludes_and_counts_blank_documents(
-    tmp_path: Path, make_config: MakeConfig
-) -> None:
-    corpus = tmp_path / "corpus.jsonl"
+def test_prepare_excludes_and_counts_blank_documents(tmp_path, make_config):
     texts: list[str | None] = [*sample_documents(30), "", " \n\u00a0", None]
-    corpus.write_text(
-        "".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8"
-    )
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"text": text} for text in texts])
     data = prepare(make_config(corpus, vocab_size=300))
     assert data.manifest.skipped_empty == 3
     assert sum(split.documents for split in data.manifest.splits.values()) == 30
 
 
-def test_prepare_names_each_skipped_file_once(
-    tmp_path: Path,
-    make_config: MakeConfig,
-    prepared: TokenData,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_prepare_names_each_skipped_file_once(tmp_path, make_config, prepared, capsys):
     docs = tmp_path / "docs"
     docs.mkdir()
-    (docs / "a.jsonl").write_text(
-        "".join(json.dumps({"text": text}) + "\n" for text in sample_documents(30)),
-        encoding="utf-8",
-    )
+    write_jsonl(docs / "a.jsonl", [{"text": text} for text in sample_documents(30)])
     for number in range(12):
         (docs / f"{number:02}.md").write_text("a note", encoding="utf-8")
     cfg = make_config(docs, tokenizer=str(prepared.directory))
@@ -148,9 +129,7 @@ def test_prepare_names_each_skipped_file_once(
     assert text in prepared_text(data)
 
 
-def test_one_of_several_processes_prints_changed_list_of_skipped_files(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_of_several_processes_prints_changed_list_of_skipped_files(tmp_path, capsys):
     skipped = {tmp_path / "a.md": "hidden"}
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda _: report_again(skipped, tmp_path), range(8)))
@@ -169,13 +148,8 @@ def test_one_of_several_processes_prints_changed_list_of_skipped_files(
     pairs([True, False], [None, "before"], [("a.jsonl", "b.json", "c.md"), ("a.jsonl", "c.md")]),
 )
 def test_prepare_returns_cached_tokens_of_older_version(
-    tmp_path: Path,
-    make_config: MakeConfig,
-    prepared: TokenData,
-    trains_tokenizer: bool,
-    prompt_column: str | None,
-    names: Sequence[str],
-) -> None:
+    tmp_path, make_config, prepared, trains_tokenizer, prompt_column, names
+):
     """Older versions read all kinds of files in a directory, but skipped most .json files."""
     rows = [json.dumps({"before": "a prompt", "text": text}) for text in sample_documents(60)]
     docs = tmp_path / "docs"
@@ -200,9 +174,7 @@ def test_prepare_returns_cached_tokens_of_older_version(
 
 @pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize("content", ['{"text": ""}\n', '{"text": null}\n{"text": " "}\n'])
-def test_prepare_refuses_corpus_of_blank_documents(
-    tmp_path: Path, make_config: MakeConfig, prepared: TokenData, content: str, given: bool
-) -> None:
+def test_prepare_refuses_corpus_of_blank_documents(tmp_path, make_config, prepared, content, given):
     (tmp_path / "a.jsonl").write_text(content, encoding="utf-8")
     tokenizer = str(prepared.directory) if given else None
     with pytest.raises(DataError, match=r"1 file: a.jsonl: no document contains text"):
@@ -220,8 +192,8 @@ def test_prepare_refuses_corpus_of_blank_documents(
     ],
 )
 def test_heldout_text_of_single_document_starts_at_expected_position(
-    tmp_path: Path, make_config: MakeConfig, text: str, fraction: float, end: str
-) -> None:
+    tmp_path, make_config, text, fraction, end
+):
     path = tmp_path / "corpus.txt"
     path.write_text(text, encoding="utf-8")
     corpus = open_corpus(make_config(path, sample_by=SampleBy.document), tmp_path / "cache")
@@ -231,9 +203,7 @@ def test_heldout_text_of_single_document_starts_at_expected_position(
     assert len(cut.parts) == 2
 
 
-def test_cache_directory_depends_on_settings_that_affect_tokens(
-    tmp_path: Path, corpus_file: Path, make_config: MakeConfig
-) -> None:
+def test_cache_directory_depends_on_settings_that_affect_tokens(tmp_path, corpus_file, make_config):
     base = prepare(make_config(corpus_file))
     assert prepare(make_config(corpus_file)).directory == base.directory
     for changes in (
@@ -246,9 +216,7 @@ def test_cache_directory_depends_on_settings_that_affect_tokens(
     assert prepare(make_config(corpus_file)).directory != base.directory
 
 
-def test_concurrent_preparations_write_the_corpus_only_once(
-    tmp_path: Path, corpus_file: Path, make_config: MakeConfig
-) -> None:
+def test_concurrent_preparations_write_the_corpus_only_once(tmp_path, corpus_file, make_config):
     processes = [start_preparing(corpus_file, tmp_path / "shared") for _ in range(3)]
     outputs = [process.communicate(timeout=PATIENCE_S) for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0]
@@ -260,9 +228,7 @@ def test_concurrent_preparations_write_the_corpus_only_once(
     assert contents(TokenData(Path(directory))) == contents(alone)
 
 
-def test_waiting_preparation_continues_after_lock_holder_is_killed(
-    tmp_path: Path, corpus_file: Path
-) -> None:
+def test_waiting_preparation_continues_after_lock_holder_is_killed(tmp_path, corpus_file):
     first = start_preparing(corpus_file, tmp_path / "cache", "writing")
     assert first.stdout is not None
     first.stdout.readline()
@@ -285,9 +251,7 @@ def test_waiting_preparation_continues_after_lock_holder_is_killed(
         ({"heldout_fraction": 0.3}, "cfbfb248de23b137ab2f695b8aaef059"),
     ],
 )
-def test_cache_key_of_corpus_matches_stored_value(
-    tmp_path: Path, make_config: MakeConfig, changes: dict[str, Any], key: str
-) -> None:
+def test_cache_key_of_corpus_matches_stored_value(tmp_path, make_config, changes, key):
     (tmp_path / "a.txt").write_text(
         "".join(f"Line {i} says {i * i % 97}.\n" for i in range(400)), encoding="utf-8"
     )

@@ -17,13 +17,12 @@ from diffllm.data.prepared import TokenData
 from diffllm.data.samples import training_samples
 from diffllm.data.text import files
 
-MakeConfig = Callable[..., DataConfig]
 TEXTS = sample_documents(400)
 PAIRS = list(zip(TEXTS[:200], TEXTS[200:], strict=True))
 
 
 @pytest.fixture
-def prompted(tmp_path: Path, make_config: MakeConfig) -> DataConfig:
+def prompted(tmp_path: Path, make_config: Callable[..., DataConfig]) -> DataConfig:
     rows = [{"prompt": a, "completion": b} for a, b in PAIRS]
     rows[0]["prompt"] = rows[1]["prompt"] = ""
     write_jsonl(tmp_path / "a.jsonl", rows)
@@ -43,9 +42,7 @@ def split_of(data: TokenData, name: str) -> list[tuple[list[int], list[bool]]]:
 
 
 @pytest.mark.parametrize("shard_tokens", [97, 2**27])
-def test_loss_mask_excludes_only_prompt_tokens(
-    prompted: DataConfig, monkeypatch: pytest.MonkeyPatch, shard_tokens: int
-) -> None:
+def test_loss_mask_excludes_only_prompt_tokens(prompted, monkeypatch, shard_tokens):
     monkeypatch.setattr("diffllm.data.shards.SHARD_TOKENS", shard_tokens)
     monkeypatch.setattr(files, "PART_BYTES", 10_000)
     data = prepare(prompted, PrepareConfig(processes=2))
@@ -74,7 +71,7 @@ def test_loss_mask_excludes_only_prompt_tokens(
 
 
 @pytest.mark.parametrize("packing", list(Packing))
-def test_training_targets_contain_no_prompt_token(prompted: DataConfig, packing: Packing) -> None:
+def test_training_targets_contain_no_prompt_token(prompted, packing):
     data = prepare(prompted)
     cfg = replace(prompted, packing=packing)
     read = training_samples(data, cfg, seq_len=32, seed=0, total=100)[range(40)]
@@ -89,7 +86,7 @@ def test_training_targets_contain_no_prompt_token(prompted: DataConfig, packing:
     assert 0.1 < (targets < 0).mean() < 0.9
 
 
-def test_prompt_column_changes_corpus_identity(prompted: DataConfig) -> None:
+def test_prompt_column_changes_corpus_identity(prompted):
     with_prompts = prepare(prompted)
     without = prepare(replace(prompted, prompt_column=None, tokenizer=str(with_prompts.directory)))
     assert without.manifest.corpus != with_prompts.manifest.corpus
@@ -97,9 +94,7 @@ def test_prompt_column_changes_corpus_identity(prompted: DataConfig) -> None:
 
 
 @pytest.mark.parametrize("prompts", [["a", "b"], ["a", "a"]])
-def test_documents_are_distinct_if_only_prompts_differ(
-    tmp_path: Path, make_config: MakeConfig, prompts: list[str]
-) -> None:
+def test_documents_are_distinct_if_only_prompts_differ(tmp_path, make_config, prompts):
     rows = [{"prompt": prompt, "completion": " ".join(TEXTS)} for prompt in prompts]
     write_jsonl(tmp_path / "a.jsonl", rows)
     cfg = make_config(tmp_path / "a.jsonl", text_column="completion", prompt_column="prompt")
@@ -110,9 +105,7 @@ def test_documents_are_distinct_if_only_prompts_differ(
             prepare(cfg)
 
 
-def test_error_of_missing_prompt_column_proposes_a_column(
-    tmp_path: Path, make_config: MakeConfig
-) -> None:
+def test_error_of_missing_prompt_column_proposes_a_column(tmp_path, make_config):
     (tmp_path / "a.jsonl").write_text('{"prompt": "a", "completion": "b"}\n', encoding="utf-8")
     (tmp_path / "b.txt").write_text("a\nb\n", encoding="utf-8")
     with pytest.raises(DataError, match=r"has no column 'x' .*; use data.prompt_column=prompt$"):

@@ -34,9 +34,7 @@ def document_pieces(cache: Path, *words: str) -> list[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("task", ["mqar", "icl", "needle"])
-def test_synthetic_training_documents_do_not_contain_evaluation_prompts(
-    tmp_path: Path, task: str
-) -> None:
+def test_synthetic_training_documents_do_not_contain_evaluation_prompts(tmp_path, task):
     found = document_pieces(tmp_path, f"data.task={task}")
     whole = document_pieces(tmp_path, f"data.task={task}", "data.answers_only=false")
     assert len(found) == 300
@@ -45,7 +43,7 @@ def test_synthetic_training_documents_do_not_contain_evaluation_prompts(
     assert not asked & {document[0] for document in found}
 
 
-def test_mqar_document_asks_for_at_most_half_of_the_keys(tmp_path: Path) -> None:
+def test_mqar_document_asks_for_at_most_half_of_the_keys(tmp_path):
     sizes: Counter[int] = Counter()
     for document in document_pieces(tmp_path, "data.level={filler: 5}"):
         *words, first = document[0].split()
@@ -58,7 +56,7 @@ def test_mqar_document_asks_for_at_most_half_of_the_keys(tmp_path: Path) -> None
     assert sizes[2] == max(sizes.values()) > 0.65 * sizes.total()
 
 
-def test_synthetic_needle_document_contains_correct_answer_to_each_query(tmp_path: Path) -> None:
+def test_synthetic_needle_document_contains_correct_answer_to_each_query(tmp_path):
     for document in document_pieces(tmp_path, "data.task=needle"):
         told = dict(re.findall(r"magic number of (\w+) is (\d+)\.", document[0]))
         asked = [re.findall(r"magic number of (\w+) is$", given)[0] for given in document[::2]]
@@ -79,7 +77,7 @@ def document_places(stream: TokenStream, eos_id: int) -> list[np.ndarray]:
     return np.split(np.arange(len(stream)), np.flatnonzero(ids == eos_id) + 1)[:-1]
 
 
-def test_loss_mask_of_mqar_document_selects_only_the_answers(tmp_path: Path) -> None:
+def test_loss_mask_of_mqar_document_selects_only_the_answers(tmp_path):
     tokenizer, stream = synthetic_data(tmp_path, "data.level={filler: 8}")
     predicted = stream.loss_mask(0, len(stream))
     ids = np.asarray(stream.tokens(0, len(stream)))
@@ -95,16 +93,14 @@ def test_loss_mask_of_mqar_document_selects_only_the_answers(tmp_path: Path) -> 
         assert shown == [pairs[key] for key in asked[::2]]
 
 
-def test_needle_documents_contain_481_to_512_tokens(tmp_path: Path) -> None:
+def test_needle_documents_contain_481_to_512_tokens(tmp_path):
     tokenizer, stream = synthetic_data(tmp_path, "data.task=needle")
     sizes = [len(places) for places in document_places(stream, tokenizer.eos_id)]
     assert min(sizes) > 480
     assert max(sizes) <= 512
 
 
-def test_synthetic_documents_are_determined_by_settings_and_seed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_synthetic_documents_are_determined_by_settings_and_seed(tmp_path, monkeypatch):
     monkeypatch.setattr("diffllm.data.text.synthetic.PART_EXAMPLES", 100)
     level = "data.level={filler: 9}"
     first = document_pieces(tmp_path, level)
@@ -133,15 +129,13 @@ def test_synthetic_documents_are_determined_by_settings_and_seed(
         ("data.examples=0", "data.examples"),
     ],
 )
-def test_synthetic_corpus_refuses_invalid_settings(tmp_path: Path, word: str, said: str) -> None:
+def test_synthetic_corpus_refuses_invalid_settings(tmp_path, word, said):
     with pytest.raises(ConfigError, match=re.escape(said)):
         document_pieces(tmp_path, word)
 
 
-def test_needle_level_is_refused_if_length_is_too_small(tmp_path: Path) -> None:
-    said = (
-        r"data.level=.* is not possible for data.task=needle: \d+ sentences of hay fit; at least 20"
-    )
+def test_needle_level_is_refused_if_length_is_too_small(tmp_path):
+    said = r"data.level=.* is not possible for data.task=needle: \d+ sentences of hay fit; at least"
     with pytest.raises(ConfigError, match=said):
         document_pieces(tmp_path, "data.task=needle", "data.level={length: 150}")
 
@@ -163,15 +157,12 @@ def test_needle_level_is_refused_if_length_is_too_small(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_prepare_refuses_config_with_removed_task_setting(
-    tmp_path: Path, word: str, said: str
-) -> None:
+def test_prepare_refuses_config_with_removed_task_setting(tmp_path, word, said):
     cfg = load_config([*WORDS, f"data.cache_dir={tmp_path}", *word.split(" ", 1)])
     with pytest.raises(ConfigError, match=said):
         prepare(cfg.data)
     with pytest.raises(ConfigError, match=said):
         cfg.check_world(1)
-    (tmp_path / "config.yaml").write_text(
-        OmegaConf.to_yaml(OmegaConf.structured(cfg)), encoding="utf-8"
-    )
+    text = OmegaConf.to_yaml(OmegaConf.structured(cfg))
+    (tmp_path / "config.yaml").write_text(text, encoding="utf-8")
     assert load_run_config(tmp_path).data == cfg.data

@@ -56,9 +56,8 @@ def oracle(name: str, example: Example) -> str:
 
 def at(example: Example, candidate: str) -> int:
     """Return the place of the last occurrence of a candidate in the prompt."""
-    return max(
-        m.start() for m in re.finditer(rf"\b{re.escape(candidate.strip())}\b", example.prompt)
-    )
+    pattern = rf"\b{re.escape(candidate.strip())}\b"
+    return max(match.start() for match in re.finditer(pattern, example.prompt))
 
 
 def chosen_by(best: Callable[[Example, str], float]) -> Callable[[Example], list[str]]:
@@ -91,9 +90,8 @@ SHORTCUTS: dict[str, Callable[[Example], list[str]]] = {
 def enough(name: str, level: Level) -> list[Example]:
     """Return at least CASES examples, so that NEAR is 4 standard deviations of a guess's share."""
     chance = share_by_chance(task_examples(name, level, 4))
-    return task_examples(
-        name, level, max(CASES, math.ceil(chance * (1 - chance) * (4 / NEAR) ** 2))
-    )
+    cases = math.ceil(chance * (1 - chance) * (4 / NEAR) ** 2)
+    return task_examples(name, level, max(CASES, cases))
 
 
 def share_by_chance(given: list[Example]) -> float:
@@ -101,7 +99,7 @@ def share_by_chance(given: list[Example]) -> float:
 
 
 @pytest.mark.parametrize(("name", "number"), slow_but([("mqar", 0), ("icl", 0)], levels()))
-def test_task_examples_cannot_be_solved_by_known_shortcuts(name: str, number: int) -> None:
+def test_task_examples_cannot_be_solved_by_known_shortcuts(name, number):
     level = TASKS[name].levels(LENGTH)[number]
     given = enough(name, level)
     chance = share_by_chance(given)
@@ -120,7 +118,7 @@ def test_task_examples_cannot_be_solved_by_known_shortcuts(name: str, number: in
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_task_examples_depend_only_on_seed_and_index(name: str) -> None:
+def test_task_examples_depend_only_on_seed_and_index(name):
     chosen = TASKS[name]
     level = chosen.levels(LENGTH)[1]
     ten = list(chosen.examples(level, 10, 3, count))
@@ -132,7 +130,7 @@ def test_task_examples_depend_only_on_seed_and_index(name: str) -> None:
 
 @pytest.mark.parametrize("length", slow_but([511], [511, 1023, 8191]))
 @pytest.mark.parametrize("name", NAMES)
-def test_examples_of_selected_levels_do_not_exceed_context_length(name: str, length: int) -> None:
+def test_examples_of_selected_levels_do_not_exceed_context_length(name, length):
     chosen = TASKS[name]
     found = chosen.fitting(length, count)
     assert found
@@ -143,7 +141,7 @@ def test_examples_of_selected_levels_do_not_exceed_context_length(name: str, len
             assert longest <= length
 
 
-def test_mqar_examples_use_separate_words_for_keys_values_and_filler() -> None:
+def test_mqar_examples_use_separate_words_for_keys_values_and_filler():
     given = task_examples("mqar", {"filler": 64}, 200)
     assert Counter(example.facts["pairs"] for example in given) == dict.fromkeys((2, 4, 8, 16), 50)
     for example in given:
@@ -161,7 +159,7 @@ def test_mqar_examples_use_separate_words_for_keys_values_and_filler() -> None:
     assert len({word for kind in kinds for word in kind}) == sum(map(len, kinds))
 
 
-def test_mqar_uses_only_single_token_words_if_enough_such_words_exist() -> None:
+def test_mqar_uses_only_single_token_words_if_enough_such_words_exist():
     def pieces(text: str) -> int:
         return len(re.findall(r" \w{1,5}|\w{1,5}", text))
 
@@ -173,7 +171,7 @@ def test_mqar_uses_only_single_token_words_if_enough_such_words_exist() -> None:
     assert generators.vocabulary(lambda text: len(text)) == every
 
 
-def test_needle_examples_have_expected_length_and_uniform_depth() -> None:
+def test_needle_examples_have_expected_length_and_uniform_depth():
     chosen = TASKS["needle"]
     found = chosen.fitting(4095, count)
     assert [level["length"] for level in found] == [512, 1024, 2048, 4096]
@@ -194,7 +192,7 @@ def test_needle_examples_have_expected_length_and_uniform_depth() -> None:
 
 
 @pytest.mark.parametrize("name", ["mqar", "needle"])
-def test_evidence_of_task_example_equals_text_that_states_the_answer(name: str) -> None:
+def test_evidence_of_task_example_equals_text_that_states_the_answer(name):
     for example in task_examples(name, TASKS[name].levels(LENGTH)[1], 40):
         assert example.evidence is not None
         told = example.prompt[slice(*example.evidence)]
@@ -204,7 +202,7 @@ def test_evidence_of_task_example_equals_text_that_states_the_answer(name: str) 
         assert told == expected.format(asked, answer)
 
 
-def test_icl_examples_contain_each_rule_in_four_different_orders() -> None:
+def test_icl_examples_contain_each_rule_in_four_different_orders():
     chosen = TASKS["icl"]
     level = {"shots": 16}
     assert chosen.number(level) == 200
@@ -223,7 +221,7 @@ def test_icl_examples_contain_each_rule_in_four_different_orders() -> None:
     assert [example.facts["rule"] for example in given[:50]] == [*range(50)]
 
 
-def test_icl_training_documents_use_the_labels_of_icl_examples() -> None:
+def test_icl_training_documents_use_the_labels_of_icl_examples():
     documents = list(TASKS["icl"].documents({"shots": 8}, 100, "training", count))
     labels = {label for pieces in documents for label in pieces[1::2]}
     assert labels == {
@@ -240,7 +238,7 @@ def test_icl_training_documents_use_the_labels_of_icl_examples() -> None:
         assert word[0] in label_of
 
 
-def test_too_long_or_duplicate_task_raises_config_error() -> None:
+def test_too_long_or_duplicate_task_raises_config_error():
     with pytest.raises(ConfigError, match=r"the task mqar needs \d+ tokens, but the m"):
         TASKS["mqar"].fitting(10, count)
 
@@ -260,11 +258,7 @@ def test_too_long_or_duplicate_task_raises_config_error() -> None:
     [
         ("needle", {"length": 10**9, "needles": 1, "queries": 1}, "needs 1000000000 tokens, but"),
         ("needle", {"length": "1000000000", "needles": 1, "queries": 1}, "needs 1000000000 tokens"),
-        (
-            "needle",
-            {"length": 150, "needles": 6, "queries": 2},
-            "sentences of hay fit; at least",
-        ),
+        ("needle", {"length": 150, "needles": 6, "queries": 2}, "sentences of hay fit; at least"),
         (
             "needle",
             {"length": 512, "needles": 2, "queries": 3},
@@ -280,18 +274,18 @@ def test_too_long_or_duplicate_task_raises_config_error() -> None:
         ("mqar", {"filler": 10**9}, "needs 1000000000 tokens, but the model reads 100000"),
     ],
 )
-def test_task_refuses_invalid_or_too_long_levels(name: str, level: Level, said: str) -> None:
+def test_task_refuses_invalid_or_too_long_levels(name, level, said):
     with pytest.raises(ConfigError, match=re.escape(said)):
         TASKS[name].check([level], 100_000, count)
 
 
-def test_more_than_1000_task_levels_are_refused() -> None:
+def test_more_than_1000_task_levels_are_refused():
     assert len(levels_of({"needles": [*range(10)], "length": [*range(100)]}, "level")) == 1000
     with pytest.raises(ConfigError, match="is 1,001; the maximum is 1,000"):
         levels_of({"needles": [*range(1001)], "length": 3}, "level")
 
 
-def test_only_user_tasks_have_a_code_hash_as_version() -> None:
+def test_only_user_tasks_have_a_code_hash_as_version():
     class Own(Task):
         def example(self, rng: random.Random, level: Level, count: object) -> Example:
             raise NotImplementedError

@@ -44,18 +44,14 @@ def code_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 @example("\x00\ufeff \u2047 \u2585 \u00a0\ufb01e\u0301")
 @example("")
 @settings(max_examples=100)
-def test_sentencepiece_tokenizer_decodes_encoded_text_exactly(
-    code_tokenizer: Tokenizer, text: str
-) -> None:
+def test_sentencepiece_tokenizer_decodes_encoded_text_exactly(code_tokenizer, text):
     ids = code_tokenizer.encode(text)
     assert code_tokenizer.decode(ids) == text
     assert code_tokenizer.eos_id not in ids
 
 
 @given(texts=st.lists(st.text(alphabet="ab \n\u2581é"), max_size=6))
-def test_encode_batch_returns_same_ids_as_encode(
-    code_tokenizer: Tokenizer, texts: list[str]
-) -> None:
+def test_encode_batch_returns_same_ids_as_encode(code_tokenizer, texts):
     assert code_tokenizer.encode_batch(texts, threads=2) == [
         code_tokenizer.encode(text) for text in texts
     ]
@@ -66,9 +62,7 @@ def test_encode_batch_returns_same_ids_as_encode(
     | st.sampled_from(CODE).map(lambda text: text[:3000])
 )
 @settings(max_examples=50)
-def test_splitting_of_long_text_does_not_change_token_ids(
-    code_tokenizer: Tokenizer, text: str
-) -> None:
+def test_splitting_of_long_text_does_not_change_token_ids(code_tokenizer, text):
     """Parts have at least 8 characters and end at allowed cuts."""
     whole = code_tokenizer.encode(text)
     with pytest.MonkeyPatch.context() as patch:
@@ -82,16 +76,14 @@ def test_splitting_of_long_text_does_not_change_token_ids(
         ]  # fmt: skip
 
 
-def test_long_text_is_not_split_if_tokenizer_normalises_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_text_is_not_split_if_tokenizer_normalises_text(tmp_path, monkeypatch):
     foreign = Tokenizer.from_file(_train(tmp_path / "foreign.model"))
     monkeypatch.setattr(tokenizer, "PART_CHARACTERS", 8)
     text = "Two  words and\nmore of them, again and again."
     assert foreign._parts(text) == [text]
 
 
-def test_trained_tokenizer_does_not_depend_on_thread_count(tmp_path: Path) -> None:
+def test_trained_tokenizer_does_not_depend_on_thread_count(tmp_path):
     hashes = set()
     for threads in (1, 2):
         path = tmp_path / f"{threads}.model"
@@ -100,7 +92,7 @@ def test_trained_tokenizer_does_not_depend_on_thread_count(tmp_path: Path) -> No
     assert len(hashes) == 1
 
 
-def test_tokenizer_hash_depends_on_vocabulary_and_normalisation(tmp_path: Path) -> None:
+def test_tokenizer_hash_depends_on_vocabulary_and_normalisation(tmp_path):
     plain = _train(tmp_path / "plain.model")
     more_pieces = _train(tmp_path / "more.model", vocab_size=401)
     same_pieces = sentencepiece_model_pb2.ModelProto.FromString(plain.read_bytes())
@@ -124,7 +116,7 @@ def _train(path: Path, **options: object) -> Path:
     return path
 
 
-def test_tokenizer_training_sample_is_balanced_over_documents() -> None:
+def test_tokenizer_training_sample_is_balanced_over_documents():
     documents = [chr(97 + i) * 10_000 for i in range(20)] + [None]
     taken = "".join(sample(documents, 80_000))
     assert len(taken) == pytest.approx(80_000, rel=0.1)
@@ -133,7 +125,7 @@ def test_tokenizer_training_sample_is_balanced_over_documents() -> None:
     assert max(counts.values()) <= 4096 * 2
 
 
-def test_chosen_eos_of_sentencepiece_model_is_kept_in_copies(tmp_path: Path) -> None:
+def test_chosen_eos_of_sentencepiece_model_is_kept_in_copies(tmp_path):
     model = _train(tmp_path / "tokenizer.model", eos_id=-1, control_symbols=["<end>"])
     with pytest.raises(DataError, match=r"data.eos_token='a' must be a control token of .*'<end>'"):
         Tokenizer.from_file(model, "a")
@@ -150,7 +142,7 @@ def test_chosen_eos_of_sentencepiece_model_is_kept_in_copies(tmp_path: Path) -> 
 @given(text=st.text(alphabet="ab \n\u2581é\U0001f600", max_size=40) | st.sampled_from(CODE[:1]))
 @example("\u2581")
 @example(" \u2581 a")
-def test_dummy_prefix_is_one_token_prefix_that_decoding_removes(text: str) -> None:
+def test_dummy_prefix_is_one_token_prefix_that_decoding_removes(text):
     tokenizer = prefixing_tokenizer()
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
@@ -158,7 +150,7 @@ def test_dummy_prefix_is_one_token_prefix_that_decoding_removes(text: str) -> No
         assert ids == tokenizer._processor.encode(text)
 
 
-def test_tokenizer_model_without_eos_is_refused(tmp_path: Path) -> None:
+def test_tokenizer_model_without_eos_is_refused(tmp_path):
     no_eos = _train(tmp_path / "no_eos.model", eos_id=-1)
     with pytest.raises(DataError, match=r"no_eos.model: the tokenizer has no end-of-sentence"):
         Tokenizer.from_file(no_eos)
@@ -179,9 +171,7 @@ def prefixing_tokenizer() -> Tokenizer:
         (100, r"vocab_size=100 does not fit .* smaller than required_chars\. 100 vs \d+"),
     ],
 )
-def test_error_of_invalid_vocab_size_contains_the_violated_limit(
-    vocab_size: int, message: str
-) -> None:
+def test_error_of_invalid_vocab_size_contains_the_violated_limit(vocab_size, message):
     with pytest.raises(DataError, match=message) as caught:
         train_tokenizer(sample(CODE, 50_000), vocab_size, threads=2)
     limit = int(re.findall(r"\d+", str(caught.value))[-1])

@@ -23,7 +23,7 @@ UNREAD = [
 
 
 @pytest.mark.parametrize(("words", "named"), UNREAD)
-def test_config_refuses_data_key_that_is_unused_by_the_source(words: list[str], named: str) -> None:
+def test_config_refuses_data_key_that_is_unused_by_the_source(words, named):
     with pytest.raises(ConfigError) as caught:
         load_config(words)
     assert named in str(caught.value)

@@ -4,7 +4,6 @@ import hashlib
 import multiprocessing
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from processes import PATIENCE_S
 
 from diffllm.core.errors import DataError
 from diffllm.data import verified
-from diffllm.data.streams import TokenStream
 
 CONTENT = bytes(range(256)) * 64
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
@@ -39,23 +37,19 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_unchanged_file_is_hashed_once_in_repeated_verifications(
-    shard: Path, hashed: list[str]
-) -> None:
+def test_unchanged_file_is_hashed_once_in_repeated_verifications(shard, hashed):
     assert all(verified.matches(shard, SHA256) for _ in range(3))
     assert len(hashed) == 1
 
 
-def test_file_with_wrong_checksum_is_never_marked_as_verified(
-    shard: Path, hashed: list[str]
-) -> None:
+def test_file_with_wrong_checksum_is_never_marked_as_verified(shard, hashed):
     assert not any(verified.matches(shard, "0" * 64) for _ in range(2))
     assert len(hashed) == 2
     assert verified.matches(shard, SHA256)
 
 
 @pytest.mark.parametrize("keep_mtime", [False, True])
-def test_rewritten_file_fails_checksum_verification(shard: Path, keep_mtime: bool) -> None:
+def test_rewritten_file_fails_checksum_verification(shard, keep_mtime):
     """The file is hashed again even if a tool restores the modification time."""
     assert verified.matches(shard, SHA256)
     stat = shard.stat()
@@ -65,7 +59,7 @@ def test_rewritten_file_fails_checksum_verification(shard: Path, keep_mtime: boo
     assert not verified.matches(shard, SHA256)
 
 
-def test_unchanged_file_is_hashed_again_after_a_day(shard: Path, hashed: list[str]) -> None:
+def test_unchanged_file_is_hashed_again_after_a_day(shard, hashed):
     assert verified.matches(shard, SHA256)
     mark = shard.with_name(f".{shard.name}.verified")
     old = time.time() - verified.VALID_SECONDS - 60
@@ -77,9 +71,7 @@ def test_unchanged_file_is_hashed_again_after_a_day(shard: Path, hashed: list[st
 
 
 @pytest.mark.parametrize("mark", [b"", b"\xff", b"x" * 1000])
-def test_file_is_hashed_again_if_its_checksum_record_is_damaged(
-    shard: Path, hashed: list[str], mark: bytes
-) -> None:
+def test_file_is_hashed_again_if_its_checksum_record_is_damaged(shard, hashed, mark):
     shard.with_name(f".{shard.name}.verified").write_bytes(mark)
     assert verified.matches(shard, SHA256)
     assert len(hashed) == 1
@@ -99,7 +91,7 @@ def verify_slowly(shard: Path, barrier, counts) -> None:  # type: ignore[no-unty
     assert verified.matches(shard, SHA256)
 
 
-def test_concurrent_processes_verify_checksum_of_a_file_once(shard: Path) -> None:
+def test_concurrent_processes_verify_checksum_of_a_file_once(shard):
     context = multiprocessing.get_context("fork")
     barrier, counts = context.Barrier(4), context.Value("i", 0)
     processes = [
@@ -113,9 +105,7 @@ def test_concurrent_processes_verify_checksum_of_a_file_once(shard: Path) -> Non
     assert counts.value == 1
 
 
-def test_token_stream_verifies_only_shards_that_are_read(
-    make_stream: Callable[..., TokenStream], hashed: list[str]
-) -> None:
+def test_token_stream_verifies_only_shards_that_are_read(make_stream, hashed):
     stream = make_stream(list(range(300)))
     assert hashed == []
     stream.tokens(100, 120)
@@ -123,9 +113,7 @@ def test_token_stream_verifies_only_shards_that_are_read(
     assert [Path(name).name for name in hashed] == ["train-00001.bin"]
 
 
-def test_token_stream_raises_error_for_shard_with_flipped_bit(
-    make_stream: Callable[..., TokenStream], tmp_path: Path
-) -> None:
+def test_token_stream_raises_error_for_shard_with_flipped_bit(make_stream, tmp_path):
     stream = make_stream(list(range(300)))
     path = tmp_path / "stream" / "train-00001.bin"
     content = bytearray(path.read_bytes())

@@ -5,9 +5,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from runs.one_rank import unsharded
-from runs.ranks import run_ranks
+from runs.ranks import run_ranks, run_single
 from test_training_ranks import BASE, END, global_batch
-from tiers import slow_but
 
 from diffllm.compare.sweep.runs import plan_sweep, split_overrides
 from diffllm.config import load_config
@@ -79,8 +78,8 @@ MORE = [
 
 def assert_ranks_equal_one_process(tmp_path, ranks, words, context=2, end=False, ignored=False):
     """Compare training on `ranks` ranks with training of the same config in one process."""
-    of_one = [word for word in words if not word.startswith("parallel.")]
-    one = run_ranks(two_step_results, 1, tmp_path, of_one, end, ignored)[0]
+    of_one = tuple(word for word in words if not word.startswith("parallel."))
+    one = run_single(two_step_results, of_one, end, ignored)
     words = [*words, f"parallel.context={context}"]
     assert_results_equal(one, run_ranks(two_step_results, ranks, tmp_path, words, end, ignored))
 
@@ -99,14 +98,14 @@ def assert_results_equal(one, several):
 
 
 @pytest.mark.fast_cases(2)
-@pytest.mark.parametrize("words", slow_but(MAIN, [*MAIN, *MORE]))
+@pytest.mark.parametrize("words", [*MAIN, *MORE])
 def test_training_on_slices_matches_training_on_whole_sequences(words, tmp_path):
     assert_ranks_equal_one_process(tmp_path, 2, words.split())
 
 
 CASES = {
-    "documents": (2, [], {"end": True}),
     "documents and ignored targets": (2, ["attention=diff_v1"], {"end": True, "ignored": True}),
+    "documents": (2, [], {"end": True}),
     "sink and documents": (2, ["attention=standard_sink"], {"end": True}),
     "accumulation": (2, ["micro_batch_size=2"], {}),
     "recomputation": (2, ["activation_checkpointing=full"], {}),
@@ -123,7 +122,7 @@ CASES = {
 
 
 @pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("case", slow_but(["documents and ignored targets", "mixture"], CASES))
+@pytest.mark.parametrize("case", CASES)
 def test_training_on_slices_matches_whole_sequences_with_other_features(case, tmp_path):
     ranks, words, options = CASES[case]
     assert_ranks_equal_one_process(tmp_path, ranks, ["attention=diff_v2", *words], **options)

@@ -9,9 +9,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from runs.ranks import run_ranks
+from runs.ranks import run_ranks, run_single
 from test_training_ranks import BASE, assert_same_training, global_batch, train_losses
-from tiers import slow_but
 
 from diffllm import build_model
 from diffllm.config import load_config
@@ -121,30 +120,20 @@ def reference_step(overrides, padded):
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("ranks", "overrides", "padded"),
-    slow_but(
-        [
-            (1, ("micro_batch_size=2",), False),
-            (2, (*MOE, "micro_batch_size=1"), True),
-            (2, (*MOE, "parallel.expert=2", "activation_checkpointing=full"), True),
-            (2, (*MOE, "parallel.context=2", "activation_checkpointing=selective"), True),
-        ],
-        [
-            (1, (), True),
-            (1, ("micro_batch_size=2",), False),
-            (2, ("micro_batch_size=2",), False),
-            (2, ("parallel.replicate=2", "micro_batch_size=1"), False),
-            (1, MOE, False),
-            (1, (*MOE, "model.moe.balance_over=global_batch"), True),
-            (2, (*MOE, "micro_batch_size=1"), True),
-            (2, (*MOE, "parallel.expert=2"), False),
-            (2, (*MOE, "parallel.expert=2", "activation_checkpointing=full"), True),
-            (2, (*MOE, "parallel.context=2", "activation_checkpointing=selective"), True),
-        ],
-    ),
+    [
+        (1, ("micro_batch_size=2",), False),
+        (1, (), True),
+        (2, ("micro_batch_size=2",), False),
+        (2, ("parallel.replicate=2", "micro_batch_size=1"), False),
+        (1, MOE, False),
+        (1, (*MOE, "model.moe.balance_over=global_batch"), True),
+        (2, (*MOE, "micro_batch_size=1"), True),
+        (2, (*MOE, "parallel.expert=2"), False),
+        (2, (*MOE, "parallel.expert=2", "activation_checkpointing=full"), True),
+        (2, (*MOE, "parallel.context=2", "activation_checkpointing=selective"), True),
+    ],
 )
-def test_first_step_matches_reference_without_ignored_targets_and_padding(
-    ranks, overrides, padded, tmp_path
-):
+def test_first_step_matches_reference_without_ignored_targets(ranks, overrides, padded, tmp_path):
     own = ("parallel.", "activation_checkpointing")
     alone = [word for word in overrides if not word.startswith(own)]
     losses, squares, share, routers = reference_step(alone, padded)
@@ -161,9 +150,9 @@ def test_first_step_matches_reference_without_ignored_targets_and_padding(
             assert math.sqrt(own_squares[name]) == expected, name
 
 
-def test_valid_target_count_does_not_change_training_if_all_targets_are_valid(tmp_path):
-    (counted,) = run_ranks(train_losses, 1, tmp_path, [], None, False, True)
-    (plain,) = run_ranks(train_losses, 1, tmp_path, [])
+def test_valid_target_count_does_not_change_training_if_all_targets_are_valid():
+    counted = run_single(train_losses, (), None, False, True)
+    plain = run_single(train_losses, ())
     assert_same_training(counted, plain, atol=1e-6)
 
 

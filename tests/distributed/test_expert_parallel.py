@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from runs.one_rank import resume, unsharded
-from runs.ranks import run_ranks
+from runs.ranks import run_ranks, run_single
 from test_training_ranks import BASE, heldout_losses, micro_batches
 from tiers import slow_but
 
@@ -41,16 +41,12 @@ LAYOUTS = {
     "shard2": (2, ["parallel.shard=2"]),
     "shard4": (4, ["parallel.shard=4"]),
 }
-OTHER_OPTIONS = [
-    "model.moe.score=softmax",
-    "model.moe.renormalise=false",
-    "model.moe.balance_over=sequence",
-    "model.moe.router_z_loss=0.01",
-    "model.moe.n_dense_layers=1",
-    "model.moe.n_shared=0",
-]
+OTHER_OPTIONS = (
+    *("model.moe.score=softmax", "model.moe.renormalise=false", "model.moe.n_dense_layers=1"),
+    *("model.moe.balance_over=sequence", "model.moe.router_z_loss=0.01", "model.moe.n_shared=0"),
+)
 SPARING = ["micro_batch_size=1", "activation_checkpointing=full"]
-TWO_EXPERTS = ["model.moe.n_experts=2", "model.moe.top_k=1"]  # Fewer experts than ranks.
+TWO_EXPERTS = ("model.moe.n_experts=2", "model.moe.top_k=1")  # Fewer experts than ranks.
 
 
 def expert_config(overrides):
@@ -137,8 +133,8 @@ def assert_own_experts_only(held, cfg, ranks):
 
 
 @pytest.fixture(scope="module")
-def one_process(tmp_path_factory):
-    (result,) = run_ranks(short_run_results, 1, tmp_path_factory.mktemp("one"), [])
+def one_process():
+    result = run_single(short_run_results, ())
     assert min(result["norms"]) > 2 * CLIP, "nothing is clipped"
     assert abs(result["final"]["norm.weight"] - result["initial"]["norm.weight"]).max() > 1e-3
     return result
@@ -159,9 +155,7 @@ def one_process(tmp_path_factory):
         ],
     ),
 )
-def test_expert_parallel_training_matches_training_in_single_process(
-    layout, sparing, one_process, tmp_path
-):
+def test_expert_parallel_training_matches_single_process(layout, sparing, one_process, tmp_path):
     ranks, overrides = LAYOUTS[layout]
     results = run_ranks(short_run_results, ranks, tmp_path, overrides + SPARING * sparing)
     for result in results:
@@ -182,7 +176,7 @@ def test_expert_parallel_training_matches_training_in_single_process(
 
 @pytest.mark.slow
 def test_moe_training_on_four_ranks_matches_training_on_single_rank(tmp_path):
-    (one,) = run_ranks(short_run_results, 1, tmp_path, OTHER_OPTIONS)
+    one = run_single(short_run_results, OTHER_OPTIONS)
     ranks, overrides = LAYOUTS["shard2_expert2"]
     more = [*OTHER_OPTIONS, *overrides, *SPARING, "parallel.reduce=last"]
     assert_alike(one, run_ranks(short_run_results, ranks, tmp_path, more)[0])
@@ -191,14 +185,10 @@ def test_moe_training_on_four_ranks_matches_training_on_single_rank(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "overrides"),
-    [
-        (4, ["parallel.expert=2"]),
-        (4, ["parallel.expert=1"]),
-        (2, ["parallel.expert=2"]),
-    ],
+    [(4, ["parallel.expert=2"]), (4, ["parallel.expert=1"]), (2, ["parallel.expert=2"])],
 )
 def test_expert_parameters_are_distributed_evenly_over_all_ranks(ranks, overrides, tmp_path):
-    (one,) = run_ranks(short_run_results, 1, tmp_path, TWO_EXPERTS)
+    one = run_single(short_run_results, TWO_EXPERTS)
     results = run_ranks(short_run_results, ranks, tmp_path, [*TWO_EXPERTS, *overrides, *SPARING])
     assert_alike(one, results[0])
     for name, value in one["initial"].items():
@@ -212,9 +202,9 @@ def test_expert_parameters_are_distributed_evenly_over_all_ranks(ranks, override
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["expert2", "expert4", "shard2_expert2"])
 def test_expert_parallel_training_is_correct_if_one_rank_receives_no_tokens(layout, tmp_path):
-    bias = [-9.0, -9.0, 9.0, 9.0]  # No token selects the first two experts, on the first rank.
-    still = ["model.moe.bias_update_rate=0"]
-    (one,) = run_ranks(short_run_results, 1, tmp_path, still, bias)
+    bias = (-9.0, -9.0, 9.0, 9.0)  # No token selects the first two experts, on the first rank.
+    still = ("model.moe.bias_update_rate=0",)
+    one = run_single(short_run_results, still, bias)
     assert one["loads"] == [[0.0, 0.0]] * STEPS
     ranks, overrides = LAYOUTS[layout]
     result = run_ranks(short_run_results, ranks, tmp_path, [*overrides, *still, *SPARING], bias)[0]
@@ -226,14 +216,11 @@ def test_expert_parallel_training_is_correct_if_one_rank_receives_no_tokens(layo
 
 
 @pytest.mark.slow
-def test_compiled_expert_parallel_training_matches_training_in_single_process(
-    one_process, tmp_path
-):
+def test_compiled_expert_parallel_training_matches_single_process(one_process, tmp_path):
     for extra in (SPARING, ["activation_checkpointing=selective"]):
         overrides = ["parallel.expert=2", "compile=true", *extra]
-        assert_alike(
-            one_process, run_ranks(short_run_results, 2, tmp_path, overrides)[0], atol=1e-5
-        )
+        results = run_ranks(short_run_results, 2, tmp_path, overrides)
+        assert_alike(one_process, results[0], atol=1e-5)
 
 
 def moved(overrides, source, target):
@@ -306,7 +293,7 @@ def test_number_of_model_calls_in_text_generation_is_equal_on_all_ranks(tmp_path
     (tokens, calls), (ended, others) = results
     assert calls == others == 57
     assert ended == [1, 5, 2, 5]
-    ((alone, _),) = run_ranks(calls_of_sampling, 1, tmp_path, [])
+    alone, _ = run_single(calls_of_sampling, ())
     assert alone == tokens
     assert tokens[:3] == [1, 5, 2]
     assert 5 not in tokens[3:-1]
@@ -319,9 +306,8 @@ def test_expert_parallel_size_must_divide_number_of_experts(expert):
 
 
 def test_shard_count_must_divide_experts_per_rank_or_matrix_size():
-    cfg = expert_config(
-        ["parallel.expert=2", "global_batch_size=20"]
-    )  # 2 experts of 48 x 32 per rank.
+    # Each rank has 2 experts of 48 x 32.
+    cfg = expert_config(["parallel.expert=2", "global_batch_size=20"])
     cfg.check_world(4)
     message = r"shard=5 must divide .* experts per rank \(2\), .*=32, .*=48"
     with pytest.raises(ConfigError, match=message):

@@ -148,12 +148,8 @@ def store_server():
 
 
 def stores(port_of: dist.TCPStore, count: int) -> list[dist.TCPStore]:
-    return [
-        dist.TCPStore(
-            "127.0.0.1", port_of.port, is_master=False, timeout=timedelta(seconds=PATIENCE_S)
-        )
-        for _ in range(count)
-    ]
+    patience = timedelta(seconds=PATIENCE_S)
+    return [dist.TCPStore("127.0.0.1", port_of.port, timeout=patience) for _ in range(count)]
 
 
 def two_worlds(server: dist.TCPStore) -> list[World]:
@@ -305,9 +301,8 @@ def test_connection_to_missing_rank_0_fails_after_timeout(monkeypatch):
 def test_mkl_mode_uses_avx512_only_if_cpu_has_all_required_flags(tmp_path, flags, expected):
     cpuinfo = tmp_path / "cpuinfo"
     if flags is not None:
-        cpuinfo.write_text(
-            f"processor\t: 0\nflags\t\t: {flags}\nvmx flags\t: ept\n", encoding="utf-8"
-        )
+        text = f"processor\t: 0\nflags\t\t: {flags}\nvmx flags\t: ept\n"
+        cpuinfo.write_text(text, encoding="utf-8")
     assert strict_mode(cpuinfo) == expected
 
 
@@ -321,9 +316,7 @@ def test_mkl_mode_uses_avx512_only_if_cpu_has_all_required_flags(tmp_path, flags
         ("COMPATIBLE", "AVX512,STRICT", "AVX2,STRICT", "COMPATIBLE"),
     ],
 )
-def test_resume_uses_recorded_mkl_mode_unless_user_sets_mode(
-    monkeypatch, by_user, cpu, recorded, expected
-):
+def test_resume_keeps_mkl_mode_unless_user_sets_mode(monkeypatch, by_user, cpu, recorded, expected):
     monkeypatch.setattr(launcher, "strict_mode", lambda: cpu)
     monkeypatch.delenv("DIFFLLM_MKL_CBWR", raising=False)
     monkeypatch.delenv("MKL_CBWR", raising=False)
@@ -348,11 +341,8 @@ def test_resume_uses_recorded_mkl_mode_unless_user_sets_mode(
         (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_CPUS_ON_NODE": "8"}, 8, "4"),
         (SUBMITIT | {"SLURM_CPUS_ON_NODE": "32"}, 8, "8"),  # bound by srun
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "4", "SLURM_CPUS_ON_NODE": "32"}, 8, "2"),
-        (
-            SRUN | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_CPUS_ON_NODE": "16"},
-            8,
-            "8",
-        ),  # bound by srun
+        # bound by srun
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_CPUS_ON_NODE": "16"}, 8, "8"),
     ],
 )
 def test_threads_divide_cores_by_processes_unless_user_sets_number(
@@ -391,8 +381,7 @@ def test_every_command_chooses_threads_before_torch_is_imported():
         "sys.exit(cli.main(['evaluate', '--help']))\n"
     )
     env = {name: value for name, value in os.environ.items() if name not in launcher.WAITING}
-    ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, encoding="utf-8", env=env
-    )
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, capture_output=True, encoding="utf-8", env=env)
     assert ended.returncode == 0, ended.stderr
     assert "chosen" in ended.stdout

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from runs.models import random_questions
-from runs.ranks import run_ranks
+from runs.ranks import run_ranks, run_single
 from test_training_ranks import BASE, END, Stream
 from tiers import slow_but
 
@@ -93,13 +93,12 @@ def test_heldout_document_losses_match_float64_reference(ranks, tmp_path):
     assert reference[0] != pytest.approx(reference[1], rel=1e-2), "nothing was masked"
 
 
-def test_document_losses_ignore_tokens_excluded_by_loss_mask(tmp_path):
-    overrides = ["micro_batch_size=2"]
-    (found,) = run_ranks(measured_losses, 1, tmp_path, overrides, Masked)
+def test_document_losses_ignore_tokens_excluded_by_loss_mask():
+    overrides = ("micro_batch_size=2",)
+    found = run_single(measured_losses, overrides, Masked)
     for mine, masked in zip(found, (True, False), strict=True):
-        assert mine == pytest.approx(
-            reference_losses(overrides, masked, lambda i: i % 3 > 0), rel=1e-5
-        )
+        expected = reference_losses(overrides, masked, lambda i: i % 3 > 0)
+        assert mine == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.slow
@@ -112,8 +111,8 @@ def test_document_losses_ignore_tokens_excluded_by_loss_mask(tmp_path):
     ],
 )
 def test_document_losses_do_not_depend_on_the_mesh(ranks, overrides, tmp_path):
-    alone = [word for word in overrides if not word.startswith("parallel.")]
-    (one,) = run_ranks(measured_losses, 1, tmp_path, alone)
+    alone = tuple(word for word in overrides if not word.startswith("parallel."))
+    one = run_single(measured_losses, alone)
     for found in run_ranks(measured_losses, ranks, tmp_path, overrides):
         for mine, true in zip(found, one, strict=True):
             assert mine == pytest.approx(true, rel=1e-4)
@@ -139,8 +138,7 @@ def answered(overrides):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "overrides"),
-    slow_but([(2, V2), (2, MOE)], [(1, V2), (2, V2), (2, MOE), (3, MOE)]),
+    ("ranks", "overrides"), slow_but([(2, V2), (2, MOE)], [(1, V2), (2, V2), (2, MOE), (3, MOE)])
 )
 def test_task_scores_on_every_rank_equal_scores_of_single_process(ranks, overrides, tmp_path):
     if ranks == 3:

@@ -78,9 +78,7 @@ class Watcher(TorchDispatchMode):
     ("micro", "checkpointing", "precision"),
     pairs([4, 8, 1], ["full", "selective", "none"], ["bf16", "fp32"]),
 )
-def test_training_step_on_one_rank_copies_each_parameter_at_most_once(
-    micro, checkpointing, precision
-):
+def test_step_on_one_rank_copies_each_parameter_at_most_once(micro, checkpointing, precision):
     words = [f"precision={precision}", f"micro_batch_size={micro}"]
     with gloo_group():
         t = training_on_one_rank(

@@ -85,9 +85,8 @@ CASES = {
 def test_policies_have_equal_gradients_and_only_full_repeats_attention_kernels(case):
     grads, forward, backward = {}, {}, {}
     for policy in POLICIES:
-        grads[policy], forward[policy], backward[policy] = gradients_and_kernels(
-            policy, *CASES[case]
-        )
+        results = gradients_and_kernels(policy, *CASES[case])
+        grads[policy], forward[policy], backward[policy] = results
     assert set(backward.values()) == {backward["none"]}
     assert backward["none"] >= LAYERS
     assert forward["selective"] == forward["none"] == backward["none"]
@@ -110,9 +109,8 @@ def test_each_kind_of_checkpoint_has_equal_gradients_and_expected_kernel_calls(p
     with Kernels() as kernels:
         attention(x).square().sum().backward()
     calls = {name: n for name, n in kernels.calls.items() if n}
-    assert [n for name, n in calls.items() if "backward" not in name] == [
-        4 if policy is ActivationCheckpointing.full else 2
-    ]
+    forward_calls = [n for name, n in calls.items() if "backward" not in name]
+    assert forward_calls == [4 if policy is ActivationCheckpointing.full else 2]
     found, x.grad = x.grad, None
     forward(x).square().sum().backward()
     assert torch.equal(x.grad, found)
@@ -121,9 +119,8 @@ def test_each_kind_of_checkpoint_has_equal_gradients_and_expected_kernel_calls(p
 def kept_with(policy):
     """Return the bytes that a forward pass keeps, from the events of torch's allocator."""
     with gloo_group():
-        t = recomputed_training(
-            f"activation_checkpointing={policy}", "attention=diff_v2", "seq_len=512"
-        )
+        words = ("attention=diff_v2", "seq_len=512")
+        t = recomputed_training(f"activation_checkpointing={policy}", *words)
         x, y = next(endless_batches(t))
         t.model.loss(x, y)  # allocates buffers that later passes reuse
         profiler, _ = allocations(lambda: t.model.loss(x, y))

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from runs.one_rank import unsharded
-from runs.ranks import run_ranks
+from runs.ranks import run_ranks, run_single
 from tiers import slow_but
 
 from diffllm import build_model
@@ -96,9 +96,9 @@ def assert_same_training(one, other, atol=1e-5):
 
 @pytest.mark.parametrize("variant", slow_but(["diff_v2"], VARIANTS))
 def test_training_on_two_ranks_equals_training_on_single_rank(variant, tmp_path):
-    overrides = [f"attention={variant}"]
-    (one,) = run_ranks(train_losses, 1, tmp_path, overrides)
-    two = run_ranks(train_losses, 2, tmp_path, [*overrides, "micro_batch_size=2"])
+    one = run_single(train_losses, (f"attention={variant}",))
+    overrides = [f"attention={variant}", "micro_batch_size=2"]
+    two = run_ranks(train_losses, 2, tmp_path, overrides)
     assert one[0][-1] < one[0][0] - 0.3, "nothing was learnt"
     assert two[0][0] == two[1][0]
     assert_same_training(one, two[0])
@@ -116,7 +116,7 @@ def test_training_on_two_ranks_equals_training_on_single_rank(variant, tmp_path)
 )
 def test_training_on_four_ranks_matches_training_on_single_rank(layout, tmp_path):
     model = [word for word in layout if word.startswith("model.")]
-    (one,) = run_ranks(train_losses, 1, tmp_path, ["attention=diff_v1", *model])
+    one = run_single(train_losses, ("attention=diff_v1", *model))
     four = run_ranks(train_losses, 4, tmp_path, ["attention=diff_v1", *layout])
     assert_same_training(one, four[0])
 
@@ -127,11 +127,11 @@ END = 96
 @pytest.mark.parametrize("variant", slow_but(["diff_v2"], ["diff_v2", "standard_sink"]))
 def test_masked_training_on_two_ranks_equals_training_on_single_rank(variant, tmp_path):
     """Micro-batches and activation checkpointing use the mask more than once per step."""
-    overrides = [f"attention={variant}", "compile=false"]
-    (one,) = run_ranks(train_losses, 1, tmp_path, overrides, END, True)
+    overrides = (f"attention={variant}", "compile=false")
+    one = run_single(train_losses, overrides, END, True)
     more = ["micro_batch_size=2", "activation_checkpointing=full"]
     two = run_ranks(train_losses, 2, tmp_path, [*overrides, *more], END, True)
-    (free,) = run_ranks(train_losses, 1, tmp_path, overrides, END, False)
+    free = run_single(train_losses, overrides, END, False)
     assert_same_training(one, two[0])
     differences = [abs(mine - other) for mine, other in zip(one[0], two[0][0], strict=True)]
     assert max(differences) < 1e-5
@@ -234,6 +234,6 @@ def graph_breaks(overrides):
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["standard", "diff_v2"])
 def test_compiled_training_on_two_ranks_matches_eager_training(variant, tmp_path):
-    (eager,) = run_ranks(train_losses, 1, tmp_path, [f"attention={variant}"])
+    eager = run_single(train_losses, (f"attention={variant}",))
     compiled = run_ranks(graph_breaks, 2, tmp_path, [f"attention={variant}"])
     assert_same_training(eager, compiled[0], atol=1e-4)

@@ -19,9 +19,8 @@ from diffllm.evaluation.maps import LayerMaps, draw, layer_maps
 
 def made_maps(length=6, heads=2, differential=True):
     """Return random maps in which the first key has most of the weight, as in trained models."""
-    logits = torch.randn(3, 1, heads, length, length).masked_fill(
-        torch.ones(length, length).triu(1).bool(), float("-inf")
-    )
+    future = torch.ones(length, length).triu(1).bool()
+    logits = torch.randn(3, 1, heads, length, length).masked_fill(future, float("-inf"))
     logits[..., 0] += 3
     one, two, _ = torch.softmax(logits, -1)
     if not differential:
@@ -56,9 +55,6 @@ def test_attention_map_figure_uses_one_symmetric_colour_scale():
     assert images[2].norm(-0.25 * limit) == pytest.approx(0.25)
 
 
-# Labels
-
-
 # The command
 
 
@@ -80,8 +76,7 @@ def png_size(path: Path):
 
 
 @pytest.mark.parametrize(
-    "variant",
-    slow_but(["diff_v1"], ["gated", "diff_v1", "diff_v2_unshared_kv"]),
+    "variant", slow_but(["diff_v1"], ["gated", "diff_v1", "diff_v2_unshared_kv"])
 )
 def test_attention_map_command_writes_figure_and_prints_table(make_short_run, output_of, variant):
     run = make_short_run(variant)
@@ -111,9 +106,8 @@ def test_attention_map_table_equals_statistics_of_attention_maps(make_short_run,
             *(lam[head].mean(), lam[head].min(), lam[head].max()),
             *(weights[head, 1:, 0].mean(), negative, entropy[head]),
         ]
-        assert [float(cell) for cell in row[1:]] == pytest.approx(
-            [float(e) for e in expected], abs=6e-4
-        )
+        expected = [float(value) for value in expected]
+        assert [float(cell) for cell in row[1:]] == pytest.approx(expected, abs=6e-4)
     assert len(rows) == 4
 
 
@@ -146,9 +140,7 @@ def test_attention_map_command_writes_figure_of_single_head(make_short_run, outp
         (["prompt=x", "out=/dev/null/a.png"], ["out=/dev/null/a.png"]),
     ],
 )
-def test_attention_map_command_prints_error_for_invalid_argument(
-    make_short_run, error_of, words, named
-):
+def test_attention_map_command_refuses_invalid_argument(make_short_run, error_of, words, named):
     run = make_short_run()
     before = sorted(run.rglob("*"))
     error = error_of("attention-map", f"run={run}", *words)

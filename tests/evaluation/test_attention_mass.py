@@ -187,11 +187,8 @@ def test_attention_mass_scores_match_reference_values(monkeypatch):
     by_text = drawn.mean((1, 2)).reshape(8, 2).sum(1)
     assert target.value == pytest.approx(drawn.mean())
     assert target.interval == pytest.approx(of_documents(by_text, np.full(8, 2)))
-    assert (target.examples, target.more["independent"], target.chance) == (
-        16,
-        8,
-        pytest.approx(0.2),
-    )
+    assert (target.examples, target.more["independent"]) == (16, 8)
+    assert target.chance == pytest.approx(0.2)
     means = [drawn[:, 0].mean(), drawn[:, 1].mean(), drawn[:8].mean(), drawn[8:].mean()]
     means += [drawn[::2].mean(), drawn[1::2].mean()]
     groups = {"by_layer": "01", "by_level": ("length 100", "length 200"), "by_depth": "01"}

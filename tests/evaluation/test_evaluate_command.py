@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +35,7 @@ def untrained_run(tmp_path: Path, tokenizer_bytes: bytes) -> Path:
     return write_weights(tmp_path / "run", tokenizer_bytes, "seq_len=256")
 
 
-def test_evaluate_command_prints_accuracy_as_json_or_table(
-    untrained_run: Path, output_of: Callable[..., str]
-) -> None:
+def test_evaluate_command_prints_accuracy_as_json_or_table(untrained_run, output_of):
     said = json.loads(output_of("evaluate", f"run={untrained_run}", *FAST, "--json"))
     assert list(said) == ["mqar", "icl"]
     for result in said.values():
@@ -56,9 +53,7 @@ def test_evaluate_command_prints_accuracy_as_json_or_table(
         assert text in table
 
 
-def test_evaluate_command_reuses_stored_result_if_settings_are_unchanged(
-    untrained_run: Path, output_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evaluate_command_reuses_result_of_same_settings(untrained_run, output_of, monkeypatch):
     words = ["evaluate", f"run={untrained_run}", *FAST, "--json"]
     first = output_of(*words)
     directory = untrained_run / "evaluation" / "step-00000000"
@@ -68,9 +63,8 @@ def test_evaluate_command_reuses_stored_result_if_settings_are_unchanged(
     assert head["scores"] == json.loads(first)["mqar"]["scores"]
     assert len(lines) == sum(score["examples"] for score in head["scores"])
     right = [max(range(len(v)), key=v.__getitem__) for v in (x["log_likelihoods"] for x in lines)]
-    assert [line["correct"] for line in lines] == [
-        best == line["answer"] for best, line in zip(right, lines, strict=True)
-    ]
+    correct = [best == line["answer"] for best, line in zip(right, lines, strict=True)]
+    assert [line["correct"] for line in lines] == correct
     asked: list[str] = []
     made_anew = Answers.lines
 
@@ -81,9 +75,8 @@ def test_evaluate_command_reuses_stored_result_if_settings_are_unchanged(
     monkeypatch.setattr(Answers, "lines", made)
     assert output_of(*words) == first
     assert asked == []
-    (directory / "icl.jsonl").write_text(
-        "{", encoding="utf-8"
-    )  # An incomplete file, as after a crash.
+    # An incomplete file, as after a crash.
+    (directory / "icl.jsonl").write_text("{", encoding="utf-8")
     assert output_of(*words) == first
     assert asked == ["icl"]
     assert main([*words, "seed=1"]) == 0
@@ -94,9 +87,7 @@ def test_evaluate_command_reuses_stored_result_if_settings_are_unchanged(
 
 
 @pytest.mark.slow
-def test_evaluate_command_compares_sweep_variants_with_baseline(
-    tmp_path: Path, tokenizer_bytes: bytes, output_of: Callable[..., str]
-) -> None:
+def test_evaluate_command_compares_variants_with_baseline(tmp_path, tokenizer_bytes, output_of):
     sweep = tmp_path / "sweep"
     names = [f"{variant}-seed{seed}" for variant in ("diff_v2", "standard") for seed in (0, 1)]
     for name in names:
@@ -131,11 +122,8 @@ def test_evaluate_command_compares_sweep_variants_with_baseline(
 
 
 def test_evaluate_command_skips_task_that_exceeds_the_context_length(
-    tmp_path: Path,
-    tokenizer_bytes: bytes,
-    capsys: pytest.CaptureFixture[str],
-    error_of: Callable[..., str],
-) -> None:
+    tmp_path, tokenizer_bytes, capsys, error_of
+):
     runs = tmp_path / "runs"
     short = write_weights(runs / "short", tokenizer_bytes, "seq_len=16")
     own = write_jsonl(tmp_path / "own.jsonl", [{"prompt": "a b", "answer": " c"}])
@@ -156,28 +144,24 @@ def test_evaluate_command_skips_task_that_exceeds_the_context_length(
     assert str(short) not in said.out.partition("note")[0]
 
 
-def test_evaluate_help_names_every_suite(capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluate_help_names_every_suite(capsys):
     with pytest.raises(SystemExit):
         main(["evaluate", "--help"])
     (line,) = [line for line in capsys.readouterr().out.splitlines() if " suite=  " in line]
     assert all(name in line for name in suite.SUITES)
 
 
-def test_evaluate_command_skips_only_needle_task_if_seq_len_is_256(
-    untrained_run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluate_command_skips_only_needle_task_if_seq_len_is_256(untrained_run, capsys):
     assert main(["evaluate", f"run={untrained_run}", "limit=4", "--json"]) == 0
     said = capsys.readouterr()
     results = json.loads(said.out)
     assert list(results) == [name for name in suite.SUITES["claims"] if name != "needle"]
     assert all(result["scores"] for result in results.values())
-    assert (
-        f"the task needle needs more tokens, but the model reads 255; skipped for {untrained_run}"
-        in said.err
-    )
+    why = "the task needle needs more tokens, but the model reads 255"
+    assert f"{why}; skipped for {untrained_run}" in said.err
 
 
-def test_accuracy_interval_depends_on_number_of_independent_clusters() -> None:
+def test_accuracy_interval_depends_on_number_of_independent_clusters():
     facts = [{"rule": i // 4, "order": i % 4, "labels": "yes/no"} for i in range(20)]
     lines = [
         {"level": 0, "correct": i < 14, "generated": False, "candidates": 2, **fact}
@@ -189,9 +173,7 @@ def test_accuracy_interval_depends_on_number_of_independent_clusters() -> None:
 
 
 @torch.no_grad()
-def test_evaluate_command_prints_error_for_invalid_argument(
-    untrained_run: Path, tmp_path: Path, tokenizer_bytes: bytes, error_of: Callable[..., str]
-) -> None:
+def test_evaluation_refuses_invalid_argument(untrained_run, tmp_path, tokenizer_bytes, error_of):
     short = write_weights(tmp_path / "short", tokenizer_bytes, "seq_len=16")
     (tmp_path / "empty").mkdir()
     for words, said in (
@@ -231,12 +213,7 @@ class Copied(Task):
 """
 
 
-def test_evaluate_command_runs_task_from_plugin_file(
-    untrained_run: Path,
-    tmp_path: Path,
-    output_of: Callable[..., str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_evaluate_command_runs_task_of_plugin_file(untrained_run, tmp_path, output_of, monkeypatch):
     (tmp_path / "copied_task.py").write_text(OWN, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(TASKS, "copied", TASKS["mqar"])  # monkeypatch removes the task at the end.
@@ -253,9 +230,7 @@ def test_evaluate_command_runs_task_from_plugin_file(
     assert score["chance"] == pytest.approx(1 / 3)
 
 
-def test_evaluate_command_runs_task_from_examples_file(
-    untrained_run: Path, tmp_path: Path, output_of: Callable[..., str]
-) -> None:
+def test_evaluate_command_runs_task_from_examples_file(untrained_run, tmp_path, output_of):
     choice = {"answer": " c", "candidates": [" c", " d"]}
     lines = [{"prompt": f"a b{i}", **choice} for i in range(60)]
     lines.append({"prompt": "a b", "answer": " c", "level": {"kind": "open"}})
@@ -269,9 +244,7 @@ def test_evaluate_command_runs_task_from_examples_file(
     assert json.loads(output_of(*words, "limit=10"))["own"]["scores"][0]["examples"] == 5
 
 
-def test_evaluate_command_refuses_two_examples_files_of_one_name(
-    untrained_run: Path, tmp_path: Path, output_of: Callable[..., str], error_of: Callable[..., str]
-) -> None:
+def test_evaluate_command_refuses_equal_file_names(untrained_run, tmp_path, output_of, error_of):
     example = {"prompt": "a", "answer": " b", "candidates": [" b", " c"]}
     for folder in ("arc", "piqa"):
         (tmp_path / folder).mkdir()
@@ -303,9 +276,7 @@ def test_evaluate_command_refuses_two_examples_files_of_one_name(
     assert stored.read_bytes() == edited
 
 
-def test_evaluate_command_reads_examples_file_with_byte_order_mark(
-    untrained_run: Path, tmp_path: Path, output_of: Callable[..., str]
-) -> None:
+def test_evaluate_command_ignores_byte_order_mark_of_examples(untrained_run, tmp_path, output_of):
     own = write_jsonl(tmp_path / "own.jsonl", [{"prompt": "a b", "answer": " c"}])
     outputs = []
     for mark in (b"", codecs.BOM_UTF8):
@@ -323,17 +294,15 @@ def test_evaluate_command_reads_examples_file_with_byte_order_mark(
         ({"prompt": "a", "answer": "b", "level": {"x": [1]}}, "line 2: level must map"),
     ],
 )
-def test_error_of_invalid_examples_file_contains_line_number(
-    untrained_run: Path, tmp_path: Path, error_of: Callable[..., str], line: Any, said: str
-) -> None:
+def test_error_of_invalid_examples_has_line_number(untrained_run, tmp_path, error_of, line, said):
     own = write_jsonl(tmp_path / "own.jsonl", [{"prompt": "a", "answer": "b"}, line])
     error = error_of("evaluate", f"run={untrained_run}", f"tasks=[{own}]")
     assert error.startswith(f"error: tasks: {own}, {said}")
 
 
 def test_evaluate_command_refuses_invalid_task_and_level_arguments(
-    untrained_run: Path, tmp_path: Path, output_of: Callable[..., str], error_of: Callable[..., str]
-) -> None:
+    untrained_run, tmp_path, output_of, error_of
+):
     words = ["evaluate", f"run={untrained_run}", "tasks=[mqar]", "--json"]
     (score,) = json.loads(output_of(*words, "level={filler: 6}"))["mqar"]["scores"]
     assert (score["of"], score["examples"]) == ("filler 6", 50)
@@ -364,11 +333,8 @@ def test_evaluate_command_refuses_invalid_task_and_level_arguments(
 
 
 def test_evaluate_command_fails_if_tokenizer_cannot_encode_answers(
-    tmp_path: Path,
-    tokenizer_bytes: bytes,
-    error_of: Callable[..., str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tmp_path, tokenizer_bytes, error_of, monkeypatch
+):
     run = write_weights(tmp_path / "run", tokenizer_bytes, "seq_len=2048")
     decode = Tokenizer.decode
     monkeypatch.setattr(Tokenizer, "decode", lambda *of: decode(*of).replace("7", "\ufffd"))
@@ -379,9 +345,7 @@ def test_evaluate_command_fails_if_tokenizer_cannot_encode_answers(
 
 
 @pytest.mark.parametrize(("limit", "asked"), [(1, [1]), (4, [2, 1, 1]), (None, [50, 50, 50])])
-def test_evaluate_command_divides_example_limit_between_task_levels(
-    untrained_run: Path, limit: int | None, asked: list[int]
-) -> None:
+def test_evaluate_command_divides_example_limit_between_task_levels(untrained_run, limit, asked):
     wanted = EvaluationOptions(limit=limit, levels={"mqar": TASKS["mqar"].levels(128)[:3]})
     tokenizer = Tokenizer.from_file(untrained_run / "tokenizer.model")
     numbers = Answers(TASKS["mqar"]).examples(wanted, tokenizer, 10_000)["examples"]

@@ -3,7 +3,6 @@
 import math
 import zipfile
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ SOME = DocumentLosses(
 )
 
 
-def test_document_losses_returns_losses_of_last_step_by_default(tmp_path: Path) -> None:
+def test_document_losses_returns_losses_of_last_step_by_default(tmp_path):
     SOME.save(tmp_path, 9)
     later = replace(SOME, nats=SOME.nats / 2)
     later.save(tmp_path, 40)
@@ -30,7 +29,7 @@ def test_document_losses_returns_losses_of_last_step_by_default(tmp_path: Path) 
         assert np.array_equal(getattr(first, name), getattr(SOME, name))
 
 
-def test_document_losses_can_be_filtered_by_data_source(tmp_path: Path) -> None:
+def test_document_losses_can_be_filtered_by_data_source(tmp_path):
     mixed = replace(SOME, sources=np.array([1, 0, 1]))
     mixed.save(tmp_path, 9)
     read = document_losses(tmp_path)
@@ -43,7 +42,7 @@ def test_document_losses_can_be_filtered_by_data_source(tmp_path: Path) -> None:
     assert SOME.of_source(0).loss == SOME.loss, "one source"
 
 
-def test_heldout_loss_and_bits_per_byte_match_hand_calculation() -> None:
+def test_heldout_loss_and_bits_per_byte_match_hand_calculation():
     assert SOME.loss == 30 / 8  # the mean over all tokens, not over documents
     assert SOME.bits_per_byte == pytest.approx(30 / 0.6931471805599453 / 30)
     empty = replace(SOME, bytes=0 * SOME.bytes)
@@ -53,7 +52,7 @@ def test_heldout_loss_and_bits_per_byte_match_hand_calculation() -> None:
     assert math.isnan(diverged.bits_per_byte)
 
 
-def test_document_losses_raises_error_for_run_without_losses(tmp_path: Path) -> None:
+def test_document_losses_raises_error_for_run_without_losses(tmp_path):
     with pytest.raises(CheckpointError, match="has no losses of held-out documents; a run writes"):
         document_losses(tmp_path)
     SOME.save(tmp_path, 40)

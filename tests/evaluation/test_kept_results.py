@@ -21,9 +21,7 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "step" / "own.jsonl"
 
 
-def test_read_result_returns_none_if_evaluation_settings_differ(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_read_result_returns_none_if_evaluation_settings_differ(file, capsys):
     first = read_result(file, KEY)
     assert first is not None
     assert {name: first[name] for name in FIRST} == FIRST
@@ -32,9 +30,7 @@ def test_read_result_returns_none_if_evaluation_settings_differ(
     assert capsys.readouterr() == ("", "")
 
 
-def test_read_result_prints_message_if_file_is_damaged(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_read_result_prints_message_if_file_is_damaged(file, capsys):
     file.write_text("{}", encoding="utf-8")
     assert read_result(file, KEY) is None
     message = "is not a result of an evaluation; evaluating again"

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,12 +29,7 @@ def run_without_results(run: Path, to: Path) -> Path:
     return to
 
 
-def test_repeated_evaluate_command_prints_stored_results(
-    measured_run: Path,
-    output_of: Callable[..., str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
+def test_repeated_evaluation_prints_stored_results(measured_run, output_of, monkeypatch, tmp_path):
     measured_run = run_without_results(measured_run, tmp_path / "run")
     words = ["evaluate", f"run={measured_run}", "suite=checkpoint", "limit=9", "--json"]
     first = output_of(*words)
@@ -57,9 +51,7 @@ def test_repeated_evaluate_command_prints_stored_results(
         assert text in table
 
 
-def test_outliers_evaluation_matches_outliers_command(
-    measured_run: Path, output_of: Callable[..., str]
-) -> None:
+def test_outliers_evaluation_matches_outliers_command(measured_run, output_of):
     told = json.loads(output_of("outliers", f"run={measured_run}", f"tokens={5 * 64}", "--json"))
     output = output_of("evaluate", f"run={measured_run}", "tasks=[outliers]", "limit=5", "--json")
     scores = {s["of"]: s for s in json.loads(output)["outliers"]["scores"]}
@@ -84,12 +76,7 @@ def test_outliers_evaluation_matches_outliers_command(
         assert logits[score["layer"], score["map"]] == score["value"]
 
 
-def test_evaluate_command_requires_original_corpus_for_new_results(
-    measured_run: Path,
-    tmp_path: Path,
-    output_of: Callable[..., str],
-    error_of: Callable[..., str],
-) -> None:
+def test_new_results_require_the_original_corpus(measured_run, tmp_path, output_of, error_of):
     words = data_words(tmp_path)
     made(tmp_path / "run", *words, "seq_len=64")
     own = f"run={tmp_path / 'run'}"
@@ -107,9 +94,7 @@ def test_evaluate_command_requires_original_corpus_for_new_results(
         assert "has changed since training" in error
 
 
-def test_evaluation_of_diverged_model_prints_single_error_line(
-    measured_run: Path, tmp_path: Path, error_of: Callable[..., str]
-) -> None:
+def test_evaluation_of_diverged_model_prints_single_error_line(measured_run, tmp_path, error_of):
     own = run_without_results(measured_run, tmp_path / "run")
     model, _ = load_model(own)
     tensors = {name: p.detach() for name, p in model.named_parameters()}

@@ -67,18 +67,14 @@ def test_outliers_command_prints_values_of_every_attention_map(outliers_run, out
         (["run={run}", "prompt=a"], "unknown argument 'prompt=a'"),
     ],
 )
-def test_outliers_command_prints_single_error_line_for_invalid_arguments(
-    outliers_run, outliers, words, named
-):
+def test_outliers_command_refuses_invalid_arguments(outliers_run, outliers, words, named):
     done = outliers(*(word.format(run=outliers_run) for word in words))
     assert (done.code, done.out) == (2, "")
     assert named in done.err
     assert done.err.count("\n") == 1
 
 
-def test_outliers_command_refuses_changed_corpus_or_missing_checkpoint(
-    outliers_run, outliers, tmp_path
-):
+def test_outliers_command_refuses_other_corpus_or_lost_checkpoint(outliers_run, outliers, tmp_path):
     other = shutil.copytree(outliers_run, tmp_path / "other")
     facts = read_json(other / "run.json")
     write_json(other / "run.json", facts | {"corpus": "0" * 64})

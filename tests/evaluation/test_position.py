@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -34,11 +33,8 @@ def bins_by_definition(text: list[int], losses: list[float], predicted: list[boo
     found: Bins = {"all": {}, "position": {}, "distance": {}, "span": {}}
     for i, token in enumerate(text):
         same = [j for j in range(i) if text[j] == token]
-        bins = {
-            "all": "",
-            "position": bin_of(i),
-            "distance": bin_of(i - same[-1]) if same else "none",
-        }
+        distance = bin_of(i - same[-1]) if same else "none"
+        bins = {"all": "", "position": bin_of(i), "distance": distance}
         seen = [text[j] for j in range(2, i) if text[j - 2 : j] == text[i - 2 : i]]
         if i >= 2 and token in seen:
             bins["span"] = "repeated"
@@ -51,7 +47,7 @@ def bins_by_definition(text: list[int], losses: list[float], predicted: list[boo
     return found
 
 
-def test_loss_sums_of_position_evaluation_match_reference() -> None:
+def test_loss_sums_of_position_evaluation_match_reference():
     rng = random.Random(0)
     for length in (1, 2, 3, 40, 300):
         text = rng.choices(range(6), k=length)
@@ -61,17 +57,13 @@ def test_loss_sums_of_position_evaluation_match_reference() -> None:
             assert sums(text, losses, predicted) == bins_by_definition(text, losses, predicted)
 
 
-def test_position_evaluation_separates_first_and_repeated_spans() -> None:
+def test_position_evaluation_separates_first_and_repeated_spans():
     text = [*b"ab1.ab1.ab2."]
     found = sums(text, [float(i) for i in range(12)], [True] * 12)["span"]
     #   a b 1 . a b 1 . a b 2 .    "b2." follows two tokens that are new in this order
-    assert found == {
-        "first": [2.0 + 3 + 4 + 5 + 11, 5],
-        "repeated": [6.0 + 7 + 8 + 9, 4],
-    }
-    assert [octave(n) for n in (0, 1, 2, 3, 4, 7, 8, 1024)] == [
-        *("0", "1", "2-3", "2-3", "4-7", "4-7", "8-15", "1024-2047")
-    ]
+    assert found == {"first": [2.0 + 3 + 4 + 5 + 11, 5], "repeated": [6.0 + 7 + 8 + 9, 4]}
+    expected = ["0", "1", "2-3", "2-3", "4-7", "4-7", "8-15", "1024-2047"]
+    assert [octave(n) for n in (0, 1, 2, 3, 4, 7, 8, 1024)] == expected
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["whole", "masked"])
@@ -87,17 +79,14 @@ def subject_and_data(
 def position_lines(
     subject: Subject, limit: int | None = None, seq_len: int | None = None
 ) -> list[Line]:
-    return POSITION.lines(
-        subject, POSITION.settings(subject, EvaluationOptions(limit=limit, seq_len=seq_len))
-    )
+    options = EvaluationOptions(limit=limit, seq_len=seq_len)
+    return POSITION.lines(subject, POSITION.settings(subject, options))
 
 
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("seq_len", [None, 16, 100])
 @torch.no_grad()
-def test_batched_position_evaluation_matches_float64_reference(
-    subject_and_data: tuple[Subject, TokenData], seq_len: int | None
-) -> None:
+def test_batched_position_evaluation_matches_float64_reference(subject_and_data, seq_len):
     subject, data = subject_and_data
     stream, eos_id = data.split("heldout"), data.manifest.eos_id
     every = heldout_documents(stream, eos_id)
@@ -105,9 +94,8 @@ def test_batched_position_evaluation_matches_float64_reference(
     lines = position_lines(subject, seq_len=seq_len)
     assert subject.model.cfg.seq_len == subject.model.rope.seq_len == 48
     assert [line["start"] for line in lines] == every.starts.tolist()
-    for line in position_lines(
-        subject, limit=5, seq_len=seq_len
-    ):  # A batch with different documents and padding.
+    # A batch with different documents and padding.
+    for line in position_lines(subject, limit=5, seq_len=seq_len):
         (same,) = (each for each in lines if each["start"] == line["start"])
         assert line["all"][""] == pytest.approx(same["all"][""], rel=1e-5)
     exact = build_model(dataclasses.replace(subject.cfg.model, seq_len=100))
@@ -128,9 +116,7 @@ def test_batched_position_evaluation_matches_float64_reference(
                 assert line[kind][name] == [pytest.approx(nats, rel=1e-4), tokens]
 
 
-def test_position_score_equals_mean_loss_of_tokens_in_bin(
-    subject_and_data: tuple[Subject, TokenData],
-) -> None:
+def test_position_score_equals_mean_loss_of_tokens_in_bin(subject_and_data):
     subject, _ = subject_and_data
     settings = POSITION.settings(subject, EvaluationOptions())
     lines = POSITION.lines(subject, settings)
@@ -167,7 +153,7 @@ def test_position_score_equals_mean_loss_of_tokens_in_bin(
     assert POSITION.scores(settings, lines) == list(scores.values())
 
 
-def test_position_evaluation_ignores_tokens_outside_loss_mask(tmp_path: Path) -> None:
+def test_position_evaluation_ignores_tokens_outside_loss_mask(tmp_path):
     words = ("data=synthetic", "data.task=mqar", "data.examples=60", "seq_len=64")
     more = (f"data.cache_dir={tmp_path / 'cache'}", "data.vocab_size=272")
     _, data = made(tmp_path / "run", *words, *more)
@@ -184,9 +170,7 @@ def test_position_evaluation_ignores_tokens_outside_loss_mask(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("documents", "least"), [(8, 0.9), (60, 0.92)])
-def test_document_bootstrap_interval_covers_mean_of_simulated_documents(
-    documents: int, least: float
-) -> None:
+def test_document_bootstrap_interval_covers_mean_of_simulated_documents(documents, least):
     """Simulate 400 samples of documents whose losses depend on length."""
     rng = np.random.default_rng(0)
     covered = 0
@@ -201,6 +185,6 @@ def test_document_bootstrap_interval_covers_mean_of_simulated_documents(
     assert least <= covered / 400 <= 0.98
 
 
-def test_document_bootstrap_returns_none_if_fewer_than_8_documents_have_tokens() -> None:
+def test_document_bootstrap_returns_none_if_fewer_than_8_documents_have_tokens():
     assert of_documents(np.ones(9), np.array([1] * 7 + [0] * 2)) is None
     assert of_documents(np.ones(8), np.ones(8)) == (1.0, 1.0)

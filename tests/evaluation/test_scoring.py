@@ -50,8 +50,8 @@ def with_generated(model: Transformer, question: Question) -> Question:
     ("cached_from", "tokens", "cache"), [(0, 200, 100), (50, 1, 1), (999, 500, 1)]
 )
 def test_batched_answer_scores_match_scores_of_single_sequences(
-    monkeypatch: pytest.MonkeyPatch, variant: str, cached_from: int, tokens: int, cache: int
-) -> None:
+    monkeypatch, variant, cached_from, tokens, cache
+):
     monkeypatch.setattr(scoring, "CACHED_FROM", cached_from)
     monkeypatch.setattr(scoring, "PASS_TOKENS", tokens)
     monkeypatch.setattr(scoring, "CACHE_POSITIONS", cache)
@@ -70,7 +70,7 @@ def test_batched_answer_scores_match_scores_of_single_sequences(
     assert greedy
 
 
-def test_by_length_function_limits_padded_size_of_each_batch() -> None:
+def test_by_length_function_limits_padded_size_of_each_batch():
     batches = list(scoring.by_length([50, 10, 20, 200, 10, 50, 30], lambda size: size, 100))
     assert batches == [[10, 10, 20], [30, 50], [50], [200]]
 
@@ -84,7 +84,7 @@ class Letters:
         return [[1 + ord(c) for c in text.replace(" a", "\x01")] for text in texts]
 
 
-def test_spelt_question_separates_prompt_tokens_from_answer_tokens() -> None:
+def test_spelt_question_separates_prompt_tokens_from_answer_tokens():
     example = Example("to be", (" ab", " ac", " b"), 1)
     question = spelt_question(example, Letters())  # type: ignore[arg-type]
     plain = [1 + ord(c) for c in "to be"]
@@ -99,9 +99,7 @@ def test_spelt_question_separates_prompt_tokens_from_answer_tokens() -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("cache", [1, 2**18])
-def test_scoring_computes_common_prefix_of_questions_only_once(
-    monkeypatch: pytest.MonkeyPatch, variant: str, cache: int
-) -> None:
+def test_scoring_computes_common_prefix_of_questions_only_once(monkeypatch, variant, cache):
     """One context is a prefix of the next context, and two texts are scored one after the other."""
     monkeypatch.setattr(scoring, "CACHED_FROM", 1)
     monkeypatch.setattr(scoring, "CACHE_POSITIONS", cache)

@@ -1,8 +1,6 @@
 """Damaged files are refused with their path in one line, or read with usable values."""
 
 import re
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +9,6 @@ from hostile.damage import SPECIAL, Damage, damaged, structured, try_all
 from hostile.files import FILES
 from hostile.table import DAMAGES
 
-Copy = Callable[[str], Path]
 FOLLOWED = ("inputs", "imported", "tokenizer", "llama", "qwen3_moe", "differential", "sharded")
 """Directories in which users may link files of other places."""
 REFUSED = ("run", "sweep", "checkpoint")
@@ -28,9 +25,7 @@ def rows() -> list[tuple[str, Damage, str]]:
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("name", [name for name, entry in FILES.items() if entry.examples])
-def test_reader_of_drawn_content_raises_user_error_or_returns_usable_values(
-    copy: Copy, name: str
-) -> None:
+def test_reader_of_drawn_content_raises_user_error_or_returns_usable_values(copy, name):
     entry = FILES[name]
     place = copy(entry.place)
     file = entry.files(place)[0]
@@ -48,9 +43,7 @@ def test_reader_of_drawn_content_raises_user_error_or_returns_usable_values(
 
 
 @pytest.mark.parametrize("name", UNSIGNED)
-def test_reader_of_special_file_raises_user_error_or_returns_usable_values(
-    copy: Copy, name: str
-) -> None:
+def test_reader_of_special_file_raises_user_error_or_returns_usable_values(copy, name):
     entry = FILES[name]
     valid = entry.read(copy(entry.place))
     for damage in SPECIAL.values():
@@ -63,13 +56,8 @@ def test_reader_of_special_file_raises_user_error_or_returns_usable_values(
             entry.check(value, valid)
 
 
-@pytest.mark.parametrize(
-    ("name", "damage", "message"),
-    rows(),
-)
-def test_error_of_damaged_file_names_file_and_damage(
-    copy: Copy, name: str, damage: Damage, message: str
-) -> None:
+@pytest.mark.parametrize(("name", "damage", "message"), rows())
+def test_error_of_damaged_file_names_file_and_damage(copy, name, damage, message):
     entry = FILES[name]
     place = copy(entry.place)
     files = entry.files(place)
@@ -81,9 +69,7 @@ def test_error_of_damaged_file_names_file_and_damage(
 
 
 @pytest.mark.parametrize("name", UNSIGNED)
-def test_links_are_followed_only_in_files_of_users_and_models(
-    copy: Copy, tmp_path: Path, name: str
-) -> None:
+def test_links_are_followed_only_in_files_of_users_and_models(copy, tmp_path, name):
     entry = FILES[name]
     place = copy(entry.place)
     for file in entry.files(place):

@@ -115,9 +115,7 @@ def write_events(run: Path, events: list[Event], end: bytes = b"") -> None:
 
 
 @pytest.mark.slow
-def test_offline_run_has_table_of_newest_events_in_summary_and_no_line_or_alert(
-    tmp_path, monkeypatch
-):
+def test_offline_run_has_table_of_newest_events_in_summary_but_no_alert(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     batch = BatchPlace("9da6", 0, 0, 32, "stream", {"a": [48, 56], "b": [0, 2]})
     events = [Event("skipped", step, 64 * step, batch=batch) for step in range(MOST_ROWS + 2)]

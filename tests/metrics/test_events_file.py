@@ -52,9 +52,8 @@ def test_events_of_each_definition_equal_its_count_and_have_height_above_its_thr
     for name, values in (("loss", losses), ("grad", norms)):
         finite = np.isfinite(values)
         continued = (~finite[1:] & ~finite[:-1]).sum()
-        assert (
-            counts[f"{name}_spike", "spikes_detrended"] == totals[f"spikes_detrended/{name}_total"]
-        )
+        total = totals[f"spikes_detrended/{name}_total"]
+        assert counts[f"{name}_spike", "spikes_detrended"] == total
         for definition in ("spikes", "spikes_olmo2"):
             expected = totals[f"{definition}/{name}_total"] - continued
             assert counts[f"{name}_spike", definition] == expected > 0

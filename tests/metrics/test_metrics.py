@@ -37,12 +37,9 @@ def append_metrics(path: Path, steps: Iterator[int] | range, last_step: int = 0)
 def test_metrics_file_contains_complete_line_after_each_write(tmp_path):
     file = MetricsFile(tmp_path / "metrics.jsonl")
     for step in range(1, 4):
-        file.write({"step": step, "train/loss": 0.5, "note": "ünïcode\n"})
-        assert complete_lines(tmp_path / "metrics.jsonl")[-1] == {
-            "step": step,
-            "train/loss": 0.5,
-            "note": "ünïcode\n",
-        }
+        line = {"step": step, "train/loss": 0.5, "note": "ünïcode\n"}
+        file.write(line)
+        assert complete_lines(tmp_path / "metrics.jsonl")[-1] == line
     file.close()
     assert len(complete_lines(tmp_path / "metrics.jsonl")) == 3
 
@@ -77,8 +74,7 @@ def test_resume_removes_lines_of_later_steps_from_metrics_file(tmp_path, last):
 
 
 @pytest.mark.parametrize(
-    "junk",
-    [b"{", b'{"step": 4', b"\0" * 40, b"\xff\xfe\n", b"17\n", b"null\n", b'{"step": "x"}\n'],
+    "junk", [b"{", b'{"step": 4', b"\0" * 40, b"\xff\xfe\n", b"17\n", b"null\n", b'{"step": "x"}\n']
 )
 def test_resume_ignores_invalid_bytes_at_end_of_metrics_file(tmp_path, junk):
     """A kill can truncate the last line; a power failure can leave invalid bytes."""

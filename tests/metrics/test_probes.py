@@ -12,10 +12,7 @@ from tiers import variant_cases
 
 from diffllm import load_config
 from diffllm.config.compose import variants
-from diffllm.metrics.diagnostics import (
-    DiagnosticsConfig,
-    probe_positions,
-)
+from diffllm.metrics.diagnostics import DiagnosticsConfig, probe_positions
 from diffllm.metrics.table import METRICS
 from diffllm.model.attention.masks import Documents
 from diffllm.model.rope import apply_rope

@@ -130,10 +130,7 @@ def alternating(count):
 )
 def test_spike_counters_use_documented_sigma_thresholds(value, window128, olmo2):
     found = spike_steps([*alternating(128), value])
-    assert found == {
-        "spikes": [128] if window128 else [],
-        "spikes_olmo2": [128] if olmo2 else [],
-    }
+    assert found == {"spikes": [128] if window128 else [], "spikes_olmo2": [128] if olmo2 else []}
 
 
 @pytest.mark.parametrize(("before", "counts"), [(126, False), (127, False), (128, True)])

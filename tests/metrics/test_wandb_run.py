@@ -16,9 +16,7 @@ from typing import Any
 import pytest
 import wandb
 from processes import PATIENCE_S
-from tiers import slow_but
 from wandb_file import OfflineRun
-from wandb_server import WandbServer
 
 from diffllm.core.errors import ConfigError
 from diffllm.metrics import wandb_run
@@ -102,10 +100,10 @@ OWN_KEYS = {"project": "own", "entity": "me", "group": "mine", "tags": []}
 @pytest.mark.parametrize(
     ("keys", "variables", "expected"),
     [
-        ({}, {}, ["diffllm", "", "diff_v2", [], "tiny"]),
-        ({}, EMPTY, ["diffllm", "", "diff_v2", [], "tiny"]),
-        ({}, VARIABLES, ["its-project", "its-team", "its-group", ["a", "b"], "its-type"]),
-        (OWN_KEYS, VARIABLES, ["own", "me", "mine", [], "its-type"]),
+        ({}, {}, ["diffllm", "", "diff_v2", "tiny", []]),
+        ({}, EMPTY, ["diffllm", "", "diff_v2", "tiny", []]),
+        ({}, VARIABLES, ["its-project", "its-team", "its-group", "its-type", ["a", "b"]]),
+        (OWN_KEYS, VARIABLES, ["own", "me", "mine", "its-type", []]),
     ],
 )
 def test_wandb_keys_override_variables_and_variables_override_defaults(
@@ -115,10 +113,8 @@ def test_wandb_keys_override_variables_and_variables_override_defaults(
         monkeypatch.setenv(name, value)
     cfg = with_defaults(with_variables(WandbConfig(WandbMode.offline, **keys)), "diff_v2")
     WandbRun(cfg, tmp_path, "tiny", {}, None).finish()
-    found = OfflineRun(tmp_path).header
-    assert [
-        found.project, found.entity, found.run_group, list(found.tags), found.job_type
-    ] == expected  # fmt: skip
+    header, names = OfflineRun(tmp_path).header, ("project", "entity", "run_group", "job_type")
+    assert [*(getattr(header, name) for name in names), list(header.tags)] == expected
 
 
 def test_wandb_dir_variable_selects_directory_of_wandb_files(tmp_path, monkeypatch):
@@ -318,21 +314,15 @@ print("finished")
 """
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("name", "line"),
-    slow_but(
-        [("SIGKILL", "Connection (lost|reset)")],
-        [("SIGKILL", "Connection (lost|reset)"), ("SIGSTOP", "did not finish within 2 s")],
-    ),
+    [("SIGKILL", "Connection (lost|reset)"), ("SIGSTOP", "did not finish within 2 s")],
 )
 def test_killed_or_stopped_wandb_service_does_not_block_run(tmp_path, name, line):
     """A stopped service accepts values until the socket is full, then blocks the sender forever."""
-    done = subprocess.run(
-        [sys.executable, "-c", SERVICE, str(tmp_path), name],
-        capture_output=True,
-        encoding="utf-8",
-        timeout=PATIENCE_S,
-    )
+    command = [sys.executable, "-c", SERVICE, str(tmp_path), name]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "finished\n"
     (said,) = done.stderr.splitlines()
@@ -382,18 +372,22 @@ def test_wandb_run_with_wrong_api_key_is_recorded_offline(tmp_path, monkeypatch,
     assert KEY not in line
 
 
-@pytest.mark.slow
-def test_refused_lines_of_online_run_are_reported_at_its_end(tmp_path, home, monkeypatch, capfd):
-    server = WandbServer()
-    server.refusals["file_stream"] = 403, "read-only project"
-    for name, value in server.variables(home).items():
+@pytest.fixture
+def server(wandb_server, home, monkeypatch, capfd):
+    """Return a stand-in for wandb's server that runs of this process use."""
+    for name, value in wandb_server.variables(home).items():
         monkeypatch.setenv(name, value)
     wandb.teardown()  # restart the service with the changed environment
     capfd.readouterr()
+    return wandb_server
+
+
+@pytest.mark.slow
+def test_refused_lines_of_online_run_are_reported_at_its_end(tmp_path, server, capfd):
+    server.refusals["file_stream"] = 403, "read-only project"
     run = a_run(tmp_path / "run", WandbMode.online)
     run.log({"step": 1, "tokens": 5})
     run.finish({"x": 1})
-    server.close()
     assert server.runs[run.id].history == []
     line = only_line(capfd)
     assert "stopped working after training: the server has not stored all steps: " in line
@@ -402,18 +396,13 @@ def test_refused_lines_of_online_run_are_reported_at_its_end(tmp_path, home, mon
 
 
 @pytest.mark.slow
-def test_resumed_online_run_clears_state_and_reason_of_its_last_end(tmp_path, home, monkeypatch):
-    server = WandbServer()
-    for name, value in server.variables(home).items():
-        monkeypatch.setenv(name, value)
-    wandb.teardown()  # restart the service with the changed environment
+def test_resumed_online_run_clears_state_and_reason_of_its_last_end(tmp_path, server):
     first = a_run(tmp_path / "run", WandbMode.online)
     first.log({"step": 1, "tokens": 5})
     first.finish({"state": "cancelled", "reason": "the tag", "x": 1})
     stored = server.runs[first.id]
     assert stored.summary["state"] == "cancelled"
     a_run(tmp_path / "run", WandbMode.online, run_id=first.id).finish()
-    server.close()
     values = [stored.summary.get(name) for name in ("state", "reason", "x")]
     assert values == [None, None, 1]
 

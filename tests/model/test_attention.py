@@ -2,11 +2,7 @@
 
 import pytest
 import torch
-from references import (
-    REFERENCES,
-    clamp_and_renormalise,
-    rope,
-)
+from references import REFERENCES, clamp_and_renormalise, rope
 from runs.models import add_noise_to_vectors
 from tiers import families, slow_but, variant_cases
 from variants import SHAPES, VARIANTS, is_refused, small_config

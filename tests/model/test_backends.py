@@ -57,9 +57,7 @@ def fake_varlen_attn(calls, *args, **kwargs):
     a = bound.arguments
     assert a["window_size"] == (-1, 0), "causal"
     assert torch.backends.cuda.flash_sdp_enabled()
-    assert not torch.backends.cuda.cudnn_sdp_enabled(), (
-        "arguments that flash-attn-4 does not support"
-    )
+    assert not torch.backends.cuda.cudnn_sdp_enabled(), "flash-attn-4 does not support cuDNN"
     if "enable_gqa" in a:
         assert a["enable_gqa"] or a["query"].shape[1] == a["key"].shape[1]
     assert a["return_aux"] is None
@@ -124,9 +122,7 @@ def ran(monkeypatch):
     ("backend", "called"), [("sdpa", "varlen_attn"), ("flash", "flash_attn_varlen_func")]
 )
 @pytest.mark.parametrize(("shape", "wide"), ADAPTED)
-def test_varlen_attention_matches_masked_sdpa_for_packed_documents(
-    ran, shape, wide, backend, called
-):
+def test_varlen_attention_matches_masked_sdpa_for_documents(ran, shape, wide, backend, called):
     q, k, v = heads(shape, wide, dtype=torch.bfloat16)
     documents = Documents.of(tokens_with_documents(), END)
     packed = Packed(documents.boundaries, 40)
@@ -167,9 +163,7 @@ def test_every_attention_backend_uses_sdpa_for_decoding_step(ran, backend, monke
 
 @pytest.mark.parametrize("cudnn", [False, True])
 @pytest.mark.parametrize(("masked", "half", "d"), [(0, 1, 8), (1, 1, 8), (0, 0, 8), (0, 1, 136)])
-def test_sdpa_on_gpu_receives_shapes_supported_by_fused_kernels(
-    monkeypatch, masked, half, d, cudnn
-):
+def test_sdpa_on_gpu_gets_shapes_supported_by_fused_kernels(monkeypatch, masked, half, d, cudnn):
     """FlashAttention needs equal widths, half precision and no mask. Others need equal heads.
 
     cuDNN also takes wide values. The question to cuDNN contains no length, which torch.compile may

@@ -176,9 +176,7 @@ def opaque_varlen_attn(q, k, v, ends, _, longest, __, scale, **rest):
 
 @pytest.mark.parametrize("variant", slow_but(["diff_v2"], ["standard", "diff_v1", "diff_v2"]))
 @pytest.mark.parametrize("kernel", [Kernel.varlen, Kernel.cpu_documents])
-def test_varlen_attention_uses_same_compiled_graph_for_all_document_counts(
-    monkeypatch, kernel, variant
-):
+def test_varlen_attention_shares_one_graph_for_all_document_counts(monkeypatch, kernel, variant):
     """Forward and backward results equal those with a boolean mask."""
     if kernel is Kernel.varlen:
         monkeypatch.setattr(ops, "varlen_on_cpu", ops.varlen)

@@ -43,9 +43,7 @@ def rows_and_ends(dtype):
     ("major", "minor", "garbage"),
     [(8, 0, False), (8, 9, False), (9, 0, False), (10, 0, True), (10, 3, True), (12, 0, True)],
 )
-def test_leaves_garbage_returns_true_only_for_blackwell_and_rocm(
-    monkeypatch, major, minor, garbage
-):
+def test_leaves_garbage_is_true_only_for_blackwell_and_rocm(monkeypatch, major, minor, garbage):
     capability(monkeypatch, major, minor)
     assert leaves_garbage(CUDA) == garbage
     assert not leaves_garbage(CPU)
@@ -93,9 +91,7 @@ def test_expert_weight_gradient_is_zero_if_expert_has_no_tokens(monkeypatch, gar
         ("mps", torch.bfloat16, 128, (768, 2048), LOOPED),
     ],
 )
-def test_grouped_matmul_is_selected_only_for_supported_inputs(
-    device, dtype, n_experts, widths, value
-):
+def test_grouped_matmul_is_used_only_for_supported_inputs(device, dtype, n_experts, widths, value):
     assert grouped_product(torch.device(device), dtype, n_experts, widths).value == value
 
 

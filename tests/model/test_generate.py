@@ -38,9 +38,8 @@ def greedily(model, prompt, count):
 
 def said(prompts, texts):
     """Return the generated tokens of all texts in one list."""
-    return [
-        token for prompt, text in zip(prompts, texts, strict=True) for token in text[len(prompt) :]
-    ]
+    pairs = zip(prompts, texts, strict=True)
+    return [token for prompt, text in pairs for token in text[len(prompt) :]]
 
 
 def test_greedy_generation_equals_repeated_full_forward_passes(model):
@@ -110,9 +109,8 @@ def test_generate_uses_different_seeds_for_identical_prompts_in_batch(model):
     one, other = random_prompts(2)
     batch = [one, other, one, one, other]
     seeds = [5, 5, 6, 7, 6]
-    expected = [
-        generate(model, [row], 8, seed=seed)[0] for row, seed in zip(batch, seeds, strict=True)
-    ]
+    pairs = zip(batch, seeds, strict=True)
+    expected = [generate(model, [row], 8, seed=seed)[0] for row, seed in pairs]
     assert generate(model, batch, 8, seed=5) == expected
     assert len({tuple(text) for text in expected}) == 5
 
@@ -160,13 +158,7 @@ PROBS = [0.15, 0.4, 0.05, 0.3, 0.1]
 
 @pytest.mark.parametrize(
     ("top_p", "kept"),
-    [
-        (0.01, [1]),
-        (0.41, [1, 3]),
-        (0.71, [1, 3, 0]),
-        (0.86, [1, 3, 0, 4]),
-        (0.96, [0, 1, 2, 3, 4]),
-    ],
+    [(0.01, [1]), (0.41, [1, 3]), (0.71, [1, 3, 0]), (0.86, [1, 3, 0, 4]), (0.96, [0, 1, 2, 3, 4])],
 )
 def test_top_p_keeps_fewest_tokens_that_reach_probability_top_p(top_p, kept):
     expected = torch.tensor([p if i in kept else 0.0 for i, p in enumerate(PROBS)])

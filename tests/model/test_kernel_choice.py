@@ -39,9 +39,8 @@ def machine(monkeypatch):
         monkeypatch.setattr(kernels, "installed", lambda name: name in packages)
         monkeypatch.setattr(kernels, "VARLEN_TAKES_FLASH_4", torch_takes_it)
         monkeypatch.setattr(kernels, "activate_flash_4", lambda: done.append("activated"))
-        monkeypatch.setattr(
-            kernels, "restore_flash_attention_impl", lambda **_: done.append("restored")
-        )
+        restored = "restore_flash_attention_impl"
+        monkeypatch.setattr(kernels, restored, lambda **_: done.append("restored"))
         monkeypatch.setattr(kernels, "try_flash", try_flash)
         kernels.flash_4_fault.cache_clear()
         return done
@@ -155,9 +154,8 @@ def test_training_mask_type_matches_chosen_attention_kernel(
         monkeypatch.setattr(kernels, maker, lambda *_: Blocks())
     tokens = tokens_with_documents()
     documents = Documents.of(tokens, END)
-    batch = SimpleNamespace(
-        shape=tokens.shape, device=device
-    )  # the only attributes of tokens in use
+    # Of tokens, only these attributes are used.
+    batch = SimpleNamespace(shape=tokens.shape, device=device)
     mask = mask_for(documents, batch, Backend[backend], dtype, 64, explicit)
     assert isinstance(mask, kind)
     if kind is Packed:
@@ -282,9 +280,7 @@ def test_unsupported_attention_backend_raises_config_error(variant, refused, rea
         ((*V2, *V4), (8, 0), []),
     ],
 )
-def test_flash_backend_uses_newest_installed_version_supported_by_gpu(
-    machine, packages, capability, activated
-):
+def test_flash_backend_uses_newest_version_for_the_gpu(machine, packages, capability, activated):
     calls = machine(capability, packages)
     prepare_backend(Backend.flash, CUDA, 64, torch.bfloat16)
     assert calls == [*activated, ("tried", 64, False)]
@@ -327,10 +323,9 @@ def test_flash_backend_raises_config_error_for_float32_or_missing_package(
 
 def test_flash_attn_import_error_raises_config_error_with_reason(monkeypatch, tmp_path):
     """For example, a package built for another version of torch."""
-    (tmp_path / "flash_attn").mkdir()
-    (tmp_path / "flash_attn" / "__init__.py").write_text(
-        "raise ImportError('undefined symbol')", encoding="utf-8"
-    )
+    package = tmp_path / "flash_attn" / "__init__.py"
+    package.parent.mkdir()
+    package.write_text("raise ImportError('undefined symbol')", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     for capability in ((8, 0), (9, 0)):
         monkeypatch.setattr(kernels, "capability", lambda device, c=capability: c)

@@ -84,9 +84,7 @@ def test_attention_backends_on_gpu_match_reference_backend(backend, variant, mas
     [("standard", ()), ("diff_v2", ()), *(("diff_v1", (layout,)) for layout in LAYOUTS)],
 )
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_attention_backends_match_reference_backend_at_head_width_128(
-    backend, variant, extra, masked
-):
+def test_attention_backends_match_reference_at_head_width_128(backend, variant, extra, masked):
     """Values of V1 have width 256, or two halves of width 128."""
     model = bf16_model(variant, 128, *extra)
     available(backend, model.layers[0].attention.resolve(CUDA).width, masked)

@@ -73,8 +73,7 @@ def test_refused_append_leaves_kv_cache_unchanged():
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("variant", "shape", "extra"),
-    variant_cases(VARIANTS, [(8, 2, 8), (4, 4, 8)], [(), MIXTURE]),
+    ("variant", "shape", "extra"), variant_cases(VARIANTS, [(8, 2, 8), (4, 4, 8)], [(), MIXTURE])
 )
 def test_decoding_with_kv_cache_equals_full_forward_pass(variant, shape, extra):
     model = shared_model(variant, *shape, extra)
@@ -214,9 +213,7 @@ def test_decoding_step_reads_each_kv_cache_in_one_kernel_call(kernel_calls, vari
     ("shape", "values", "ragged"),
     pairs([(4, 4, 8), (4, 2, 8), (8, 2, 8)], ["wide", "split"], [False, True]),
 )
-def test_diff_v1_decoding_step_uses_one_kernel_call_per_attention_map(
-    kernel_calls, shape, values, ragged
-):
+def test_diff_v1_decoding_step_calls_one_kernel_per_map(kernel_calls, shape, values, ragged):
     heads, kv_heads, d = shape
     model = shared_model("diff_v1", *shape, (f"model.attention.values={values}",))
     caches = decoding(model, ragged)

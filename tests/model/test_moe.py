@@ -4,14 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moe_reference import (
-    counts_of,
-    global_balance,
-    mixture,
-    moved_bias,
-    sequence_balance,
-    z_loss,
-)
+from moe_reference import counts_of, global_balance, mixture, moved_bias, sequence_balance, z_loss
 from tiers import pairs
 
 from diffllm.model.ffn import experts
@@ -92,9 +85,7 @@ def assert_reference_moe(moe, x):
     ("score", "renormalise", "scaling", "n_shared", "biased"),
     pairs(list(Score), [True, False], [1.0, 2.5], [0, 1, 2], [False, True]),
 )
-def test_moe_layer_equals_loop_reference_for_all_routing_options(
-    score, renormalise, scaling, n_shared, biased
-):
+def test_moe_layer_equals_reference_for_all_options(score, renormalise, scaling, n_shared, biased):
     moe = layer(
         biased=biased,
         score=score,
@@ -195,9 +186,7 @@ def test_grouped_matmul_in_moe_layer_matches_loop_over_experts(monkeypatch, dtyp
     n_experts=st.integers(1, 12),
     data=st.data(),
 )
-def test_float32_moe_layer_of_any_shape_equals_loop_reference(
-    batch, length, dim, width, n_experts, data
-):
+def test_float32_moe_of_any_shape_equals_reference(batch, length, dim, width, n_experts, data):
     """Widths with and without support by grouped products."""
     top_k = data.draw(st.integers(1, n_experts))
     torch.manual_seed(data.draw(st.integers(0, 1000)))

@@ -78,9 +78,7 @@ def test_rope_frequencies_and_tables_match_transformers_library(case, theta, hea
     ("theta", "length"), [(5e5, 8192), (1e3, 8192), (100.0, 8192), (1e4, 10**6)]
 )
 @pytest.mark.parametrize("head_dim", [16, 128])
-def test_yarn_of_olmo_core_ends_at_last_pair_and_has_equal_config_for_transformers(
-    theta, length, head_dim
-):
+def test_yarn_of_olmo_core_ends_at_last_pair_and_exports_equal_config(theta, length, head_dim):
     def last(turns):
         return head_dim * math.log(length / (2 * math.pi * turns)) / (2 * math.log(theta))
 

@@ -6,11 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diffllm.model.ffn import router
-from diffllm.model.ffn.router import (
-    SplitProduct,
-    router_logits,
-    split,
-)
+from diffllm.model.ffn.router import SplitProduct, router_logits, split
 
 TOKENS, DIM, EXPERTS, TOP_K = 4096, 512, 64, 8
 

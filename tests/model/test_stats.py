@@ -50,9 +50,8 @@ def test_diagnose_option_does_not_change_objective_or_gradients(variant):
     plain, diagnosed = (model.loss(inputs, targets, diagnose=d) for d in (False, True))
     assert plain.stats == {}
     assert torch.equal(plain.objective, diagnosed.objective)
-    grads = [
-        torch.autograd.grad(out.objective, list(model.parameters())) for out in (plain, diagnosed)
-    ]
+    params = list(model.parameters())
+    grads = [torch.autograd.grad(out.objective, params) for out in (plain, diagnosed)]
     for mine, other in zip(*grads, strict=True):
         assert torch.equal(mine, other)
 

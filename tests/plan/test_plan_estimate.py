@@ -8,13 +8,7 @@ from tiers import slow_but
 from diffllm.distributed.recompute import ActivationCheckpointing
 from diffllm.plan.cluster import Cluster
 from diffllm.plan.estimate import plan
-from diffllm.plan.search import (
-    MOST_TOKENS,
-    longest,
-    longest_sequence,
-    nearest_change,
-    outcome,
-)
+from diffllm.plan.search import MOST_TOKENS, longest, longest_sequence, nearest_change, outcome
 from diffllm.plan.step import Call, Collective
 from diffllm.training.memory import GIB
 
@@ -50,17 +44,9 @@ CHANGES = [
         ("parallel.replicate=1", "parallel.shard=-1", "gpus=8"),
     ),
     (4, ["parallel.shard=4", "parallel.replicate=-1"], ("gpus=8", "parallel.shard=8")),
-    (
-        2,
-        ["global_batch_size=8", ONE, "parallel.shard=2"],
-        ("gpus=8", "parallel.shard=-1"),
-    ),
+    (2, ["global_batch_size=8", ONE, "parallel.shard=2"], ("gpus=8", "parallel.shard=-1")),
     # More GPUs alone would get less than one micro-batch of 4 sequences each.
-    (
-        2,
-        ["global_batch_size=8", "micro_batch_size=4"],
-        ("micro_batch_size=1", "gpus=8"),
-    ),
+    (2, ["global_batch_size=8", "micro_batch_size=4"], ("micro_batch_size=1", "gpus=8")),
 ]
 
 

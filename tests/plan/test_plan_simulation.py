@@ -62,22 +62,18 @@ def real_bytes(overrides):
     )
 
 
-def slow_case(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("ranks", "overrides"),
     [
         (1, MOE),
         (2, [*SMALL, "attention=diff_v1"]),
-        slow_case(4, [*SMALL, "attention=diff_v2", "model.tie_embeddings=true"]),
-        slow_case(4, [*SMALL, "attention=gated", "parallel.replicate=2", "model.qk_norm=true"]),
-        slow_case(2, MOE),
-        slow_case(4, [*MOE, "parallel.replicate=2"]),
-        slow_case(2, [*MOE, "parallel.expert=2"]),
-        slow_case(4, [*MOE, "parallel.expert=2", "attention=diff_v1"]),
+        (4, [*SMALL, "attention=diff_v2", "model.tie_embeddings=true"]),
+        (4, [*SMALL, "attention=gated", "parallel.replicate=2", "model.qk_norm=true"]),
+        (2, MOE),
+        (4, [*MOE, "parallel.replicate=2"]),
+        (2, [*MOE, "parallel.expert=2"]),
+        (4, [*MOE, "parallel.expert=2", "attention=diff_v1"]),
     ],
 )
 def test_planned_bytes_of_training_state_equal_real_bytes(ranks, overrides, tmp_path):
@@ -121,7 +117,8 @@ REAL_STEPS = [  # one and two micro-batches
 ]
 
 
-@pytest.mark.parametrize("overrides", [REAL_STEPS[0], *map(slow_case, REAL_STEPS[1:])])
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize("overrides", REAL_STEPS)
 def test_simulated_memory_equals_memory_of_real_step(overrides):
     cfg = load_config(overrides)
     step = simulate(cfg, 2)

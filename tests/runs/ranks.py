@@ -1,6 +1,7 @@
 """Several ranks: call a function in several processes over gloo.
 
     losses = run_ranks(train, 2, tmp_path, overrides)  # one result per rank
+    expected = run_single(train, tuple(overrides))  # one process
 
 Processes are forked from a server that has imported `runs.preload`, so a start is fast.
 """
@@ -8,8 +9,10 @@ Processes are forked from a server that has imported `runs.preload`, so a start 
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import tempfile
 import traceback
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +58,13 @@ def run_ranks(function: Callable[..., Any], world_size: int, directory: Path, *a
     failures = [text for ok, text in returned.values() if not ok]
     assert not failures, "\n".join(failures)
     return [returned[r][1] for r in range(world_size)]
+
+
+@cache
+def run_single(function: Callable[..., Any], *args: Any) -> Any:
+    """Return the result of `function(*args)` on a single rank, computed once per arguments."""
+    with tempfile.TemporaryDirectory() as directory:
+        return run_ranks(function, 1, Path(directory), *args)[0]
 
 
 def _rank(

@@ -70,9 +70,8 @@ def test_paired_t_test_refuses_nonfinite_loss():
 def test_seed_correlation_returns_none_for_fewer_than_three_common_seeds():
     assert seed_correlation(by_seed([1.0, 2.0]), by_seed([1.0, 2.0])) is None
     assert seed_correlation(by_seed([1.0, 2, 4]), by_seed([3.0, 5, 9])) == pytest.approx(1)
-    assert seed_correlation(by_seed([1.0, 2, 3]), {9: 0.0, **by_seed([3.0, 1, 2])}) == (
-        pytest.approx(-0.5)
-    )
+    other = {9: 0.0, **by_seed([3.0, 1, 2])}
+    assert seed_correlation(by_seed([1.0, 2, 3]), other) == pytest.approx(-0.5)
     assert seed_correlation(by_seed([1.0, 1, 1]), by_seed([3.0, 1, 2])) is None
 
 
@@ -251,9 +250,8 @@ def test_permutation_test_is_exact_only_for_few_seeds():
     assert sign_flip(np.ones(40)) == 1 / 20_001, "drawn, not listed"
     assert label(np.ones(5), np.ones(5)) == 1, "ties count"
     many = rng.normal(0.2, 1, 30)
-    assert sign_flip(many) == pytest.approx(
-        stats.ttest_1samp(many, 0, alternative="greater").pvalue, abs=0.01
-    )
+    expected = stats.ttest_1samp(many, 0, alternative="greater").pvalue
+    assert sign_flip(many) == pytest.approx(expected, abs=0.01)
 
 
 def test_median_tokens_to_target_loss_equals_kaplan_meier_estimate():

@@ -14,7 +14,6 @@ from diffllm.statistics.seed_variance import SeedSpread
 from diffllm.statistics.smallest_p import seeds_for_p, smallest_p
 
 PILOTS = 1500
-DRAWS = 3000
 
 
 def share_of_pilots_asking_for_less(power, upper, less):
@@ -97,7 +96,5 @@ def test_seeds_for_p_function_returns_fewest_seeds_that_allow_significance():
         n = seeds_for_p(test, 0.05, tests, sides)
         assert smallest_p(test, n, n, sides) * tests < 0.05
         assert n == 2 or smallest_p(test, n - 1, n - 1, sides) * tests >= 0.05
-    assert seeds_for_p("log_rank", 0.05) == 4, (
-        "3 against 3 seeds reach 0.05, which is not below alpha"
-    )
+    assert seeds_for_p("log_rank", 0.05) == 4, "3 against 3 seeds give 0.05, not less"
     assert seeds_for_p("log_rank", 1e-5) is None, "tests of many seeds draw 20,000 assignments"

@@ -72,9 +72,8 @@ def test_line_fit_raises_value_error_without_three_different_positive_x_values(x
 def test_common_points_exclude_x_values_where_any_curve_is_not_finite():
     every = np.arange(1, 41) * 100
     hole = np.where(every == 2100, np.nan, every * 1.0)
-    x, (first, second) = common_points(
-        [(every, hole), (every[::2], 2.0 * every[::2])], LEADING_SHARE
-    )
+    curves = [(every, hole), (every[::2], 2.0 * every[::2])]
+    x, (first, second) = common_points(curves, LEADING_SHARE)
     expected = [n for n in range(100, 4000, 200) if n != 2100 and n >= LEADING_SHARE * 3900]
     assert x.tolist() == first.tolist() == expected
     assert (second == 2 * x).all()

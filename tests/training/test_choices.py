@@ -14,12 +14,7 @@ from diffllm.distributed.fsdp import chosen_reduce
 from diffllm.distributed.mesh import Reduce
 from diffllm.plan.simulate import fake_world
 from diffllm.training import build as building
-from diffllm.training.build import (
-    WORTH_COMPILING,
-    chosen_compile,
-    chosen_precision,
-    sharded_model,
-)
+from diffllm.training.build import WORTH_COMPILING, chosen_compile, chosen_precision, sharded_model
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -69,9 +64,8 @@ def test_default_compile_setting_on_cpu_depends_on_run_length_and_compiler(
 def test_broken_cpp_compiler_gives_single_line_error(tmp_path):
     code = "from diffllm.training.build import compiler_fault; print(compiler_fault())"
     env = {**os.environ, "CXX": "/bin/false", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, encoding="utf-8"
-    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=env, capture_output=True, encoding="utf-8")
     (line,) = done.stdout.splitlines()
     assert line.startswith("torch.compile fails: ")
     assert "/bin/false" in line

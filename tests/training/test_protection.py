@@ -75,9 +75,8 @@ def test_resumed_spike_guard_skips_same_steps_as_uninterrupted_guard(cut):
     whole = judged_steps(guard(SkipStep.spike), series)
     spiked(monitor, series[:cut])
     resumed = guard(SkipStep.spike)
-    judged_steps(
-        resumed, recorded_series(9)
-    )  # `load` must replace the earlier content of the windows.
+    # `load` must replace the earlier content of the windows.
+    judged_steps(resumed, recorded_series(9))
     resumed.load(*monitor.windows())
     assert judged_steps(resumed, series[cut:]) == whole[cut:]
 
@@ -107,9 +106,8 @@ class Injected:
 def rank_batch(step, cfg):
     generator = torch.Generator().manual_seed(step)
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    tokens = torch.randint(
-        0, 64, (cfg.global_batch_size, cfg.seq_len + 1), generator=generator
-    ).chunk(size)[rank]
+    shape = (cfg.global_batch_size, cfg.seq_len + 1)
+    tokens = torch.randint(0, 64, shape, generator=generator).chunk(size)[rank]
     return tokens[:, :-1], tokens[:, 1:]
 
 

@@ -13,9 +13,8 @@ from diffllm.training.provenance import provenance
 
 def git(directory: Path, *words: str) -> str:
     who = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
-    done = subprocess.run(
-        ["git", "-C", directory, *who, *words], check=True, capture_output=True, encoding="utf-8"
-    )
+    command = ["git", "-C", directory, *who, *words]
+    done = subprocess.run(command, check=True, capture_output=True, encoding="utf-8")
     return done.stdout.strip()
 
 
@@ -43,7 +42,7 @@ def test_git_state_returns_commit_and_detects_uncommitted_changes(tmp_path):
         (["python", "x.py", "--hf_token=hidden"], "python x.py --hf_token=..."),
     ],
 )
-def test_recorded_command_line_hides_values_of_secret_options(argv: list[str], shown: str):
+def test_recorded_command_line_hides_values_of_secret_options(argv, shown):
     assert command_text(argv) == shown
 
 

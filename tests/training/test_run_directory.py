@@ -301,9 +301,7 @@ def test_run_directory_without_write_access_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("variant", slow_but(families(VARIANTS), VARIANTS))
-def test_config_loaded_from_run_directory_equals_original_config(
-    tmp_path, source_tokenizer, variant
-):
+def test_config_loaded_from_run_directory_equals_original(tmp_path, source_tokenizer, variant):
     cfg = named_config(
         f"attention={variant}",
         "seed=3",
@@ -366,9 +364,7 @@ def test_resume_setting_determines_starting_checkpoint(tmp_path):
             resume_checkpoint(named_config(f"resume={path}"), [])
 
 
-def test_requeued_command_with_own_checkpoint_resumes_from_newest_checkpoint(
-    tmp_path, source_tokenizer
-):
+def test_requeued_command_with_own_checkpoint_resumes_from_newest(tmp_path, source_tokenizer):
     run = tmp_path / "run"
     first = write_checkpoint(run / "checkpoints", 20)
     cfg = named_config(f"resume={run}@20")

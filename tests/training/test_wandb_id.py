@@ -66,8 +66,8 @@ def write_begun_run(
     ],
 )
 def test_restart_changes_wandb_id_only_if_steps_differ_or_last_step_is_unknown(
-    tmp_path: Path, overrides: tuple[str, ...], logged: int, saved: int, reason: str | None
-) -> None:
+    tmp_path, overrides, logged, saved, reason
+):
     run = tmp_path / "run"
     write_begun_run(run, tmp_path, ONLINE, logged, saved)
     directory = directory_of(run, *overrides)
@@ -83,9 +83,7 @@ def record_of(run: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("evidence", ["directory", "run.json", "upload"])
-def test_offline_start_of_online_run_has_new_id_also_with_another_wandb_dir(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, evidence: str
-) -> None:
+def test_offline_start_of_online_run_has_new_id_in_any_wandb_dir(tmp_path, monkeypatch, evidence):
     run = tmp_path / "run"
     write_begun_run(run, tmp_path, OFFLINE, 3, 3)
     monkeypatch.setenv("WANDB_DIR", str(tmp_path / "scratch"))
@@ -104,7 +102,7 @@ def test_offline_start_of_online_run_has_new_id_also_with_another_wandb_dir(
     directory.lock.release()
 
 
-def test_resume_continues_newest_upload_to_same_project(tmp_path: Path) -> None:
+def test_resume_continues_newest_upload_to_same_project(tmp_path):
     run = tmp_path / "run"
     write_begun_run(run, tmp_path, ONLINE, 3, 3)
     store_uploaded_id(run, "former", replace(PROJECT, project="moved"), "elsewhere")
@@ -121,7 +119,7 @@ def test_resume_continues_newest_upload_to_same_project(tmp_path: Path) -> None:
     directory.lock.release()
 
 
-def test_record_wandb_replaces_id_and_keeps_online_only_for_same_id(tmp_path: Path) -> None:
+def test_record_wandb_replaces_id_and_keeps_online_only_for_same_id(tmp_path):
     run = tmp_path / "run"
     directory = directory_of(run, *ONLINE)
     directory.describe({"wandb_id": "first", "weights": "w"})
@@ -145,12 +143,8 @@ def test_record_wandb_replaces_id_and_keeps_online_only_for_same_id(tmp_path: Pa
     ],
 )
 def test_wandb_id_is_that_of_run_json_then_checkpoint_then_variable(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    recorded: str | None,
-    saved_id: str | None,
-    expected: str,
-) -> None:
+    tmp_path, monkeypatch, recorded, saved_id, expected
+):
     monkeypatch.setenv("WANDB_RUN_ID", "of-variable")
     directory = directory_of(tmp_path / "run", *OFFLINE)
     directory.describe({"wandb_id": recorded})
