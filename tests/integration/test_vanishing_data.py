@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from runs.command import Gate, finish, rank_samples, start, the_error
+from runs.command import Gate, finish, prepared_corpus, rank_samples, start, the_error
 from runs.json_files import read_json
 from tiers import pairs
 
@@ -48,6 +48,12 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
     "heldout removed": removed,
     "all deleted": deleted,
 }
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Return a corpus of this file alone, so that its cache contains tokens of one preparation."""
+    return prepared_corpus(tmp_path_factory.mktemp("vanishing"))
 
 
 @pytest.fixture
