@@ -496,6 +496,7 @@ def test_judge_function_composes_config_only_once_per_arm(tmp_path, monkeypatch)
         losses = [4.4 + seed / 1e3 for seed in range(seeds)]
         write_arms(study, place / "out", {"half": losses, "v2": losses})
         planned_runs.solved_config.cache_clear()
+        saved.PARSED.clear()
         calls = {"solved": 0, "parsed": 0, "opened": 0}
 
         def counted(name, function, calls=calls):
