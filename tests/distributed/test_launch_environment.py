@@ -144,7 +144,9 @@ def test_first_host_returns_first_name_of_slurm_node_list(nodes, first):
 
 @pytest.fixture
 def store_server():
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    # Threads of a closed watch may still use the store: the server must not end before them.
+    wait_until(lambda: all(thread.name != "watch" for thread in threading.enumerate()), "watches")
 
 
 def stores(port_of: dist.TCPStore, count: int) -> list[dist.TCPStore]:
