@@ -186,11 +186,13 @@ class Watch:
             self.close()
             faulthandler.dump_traceback_later(EXIT_S, exit=True, file=open(os.devnull, "wb"))  # noqa: SIM115
             return
+        # A local name: the other thread may overwrite the attribute with an older answer.
+        stopped = self.stopped
         with contextlib.suppress(DistError):
-            self.stopped = self.world.stopped()
-        if self.stopped:
+            stopped = self.world.stopped() or stopped
+        if stopped:
             self.patience = STOPPING_S
-            raise StoppedEarly(self.stopped) from error
+            raise StoppedEarly(stopped) from error
         self.error = error
         calls = recorded()
         self.heard = dict.fromkeys(range(self.size), time.monotonic())
