@@ -240,31 +240,30 @@ def test_communication_failure_after_stop_signal_raises_stopped_early(store_serv
     watch.close()
 
 
-def test_sigint_after_stop_signal_raises_keyboard_interrupt(capfd):
+@pytest.fixture
+def stop_request():
     request = StopRequest()
-    try:
-        with pytest.raises(StoppedEarly):
-            signal.raise_signal(signal.SIGTERM)
+    yield request
+    request.close()
+
+
+def test_sigint_after_stop_signal_raises_keyboard_interrupt(stop_request, capfd):
+    with pytest.raises(StoppedEarly):
         signal.raise_signal(signal.SIGTERM)
-        assert request.received == signal.SIGTERM
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-    finally:
-        request.close()
+    signal.raise_signal(signal.SIGTERM)
+    assert stop_request.received == signal.SIGTERM
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
     assert capfd.readouterr().err == "stopped immediately; this process has trained no step\n"
 
 
-def test_first_signal_to_deferred_stop_request_is_only_received(capfd):
-    request = StopRequest()
-    try:
-        request.report_saved(lambda: "step 4 is saved")
-        request.defer()
-        signal.raise_signal(signal.SIGTERM)
-        assert request.received == signal.SIGTERM
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-    finally:
-        request.close()
+def test_first_signal_to_deferred_stop_request_is_only_received(stop_request, capfd):
+    stop_request.report_saved(lambda: "step 4 is saved")
+    stop_request.defer()
+    signal.raise_signal(signal.SIGTERM)
+    assert stop_request.received == signal.SIGTERM
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
     assert capfd.readouterr().err == "stopped immediately; step 4 is saved\n"
 
 
