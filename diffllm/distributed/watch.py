@@ -14,7 +14,6 @@ import os
 import signal
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
@@ -25,8 +24,7 @@ import torch.distributed as dist
 from torch.distributed import DistError
 
 from diffllm.core.errors import AgreedError, UserError
-from diffllm.core.files import open_to_write
-from diffllm.core.printing import echo, to_stderr
+from diffllm.core.printing import to_stderr
 from diffllm.distributed.heartbeats import (
     LOST,
     Beat,
@@ -35,6 +33,7 @@ from diffllm.distributed.heartbeats import (
     not_called,
     stopped_children,
 )
+from diffllm.distributed.stack_traces import write_traces
 from diffllm.distributed.stop import StoppedEarly, StopRequest
 from diffllm.distributed.world import Calls, World, is_failed_collective, recorded
 
@@ -364,7 +363,8 @@ class Watch:
                 self.send_alert(message)
             pool = ThreadPoolExecutor()  # Use threads: the store or a disk may hang.
             announcement = pool.submit(self._announce, message)
-            traces = pool.submit(self._write_traces, message)
+            heading = f"rank {self.rank} at {self.place}\n{message}\n"
+            traces = pool.submit(write_traces, self.traces, self.rank, heading, self.error)
             end_hook = pool.submit(self.on_end)
             work: list[Future[Any]] = [announcement, traces, end_hook]
             wait(work, LAST_WORDS_S)
@@ -390,29 +390,6 @@ class Watch:
             self.store.set("verdict", message)
             return self.store.add("said", 1) == 1
         return True
-
-    def _write_traces(self, message: str) -> str:
-        """Write `message` and the stack traces of all threads to a file in `self.traces`.
-
-        Return text to append to an error message: the directory of the file, or why writing the
-        file failed. Return "" if `self.traces` is None.
-        """
-        if self.traces is None:
-            return ""
-        try:
-            self.traces.mkdir(exist_ok=True)
-            file_of_rank = self.traces / f"rank-{self.rank:05d}.txt"
-            with os.fdopen(
-                open_to_write(file_of_rank), "w", encoding="utf-8", errors="replace"
-            ) as file:
-                echo(f"rank {self.rank} at {self.place}\n{message}\n", file=file)
-                if self.error:
-                    traceback.print_exception(self.error, file=file)
-                file.flush()
-                faulthandler.dump_traceback(file, all_threads=True)
-        except Exception as problem:
-            return f"; no stack traces: {problem}"
-        return f"; stack traces in {self.traces}"
 
 
 def _shortened(error: BaseException) -> str:

@@ -225,9 +225,9 @@ def test_count_command_compares_other_variants_with_first_variant(output_of, sna
 def test_count_command_json_output_contains_counts_of_compared_variants(output_of):
     overrides = ["model=tiny", "model.match_params_to=gated"]
     words = ["count", *overrides, "--compare", "standard,diff_v2", "--json"]
-    given = json.loads(output_of(*words, quiet=True))
-    assert list(given) == ["standard", "diff_v2"]
-    for name, counts in given.items():
+    counts_by_variant = json.loads(output_of(*words, quiet=True))
+    assert list(counts_by_variant) == ["standard", "diff_v2"]
+    for name, counts in counts_by_variant.items():
         assert counts == count(load_config([f"attention={name}", *overrides]))
         assert sum(counts["by_component"].values()) == counts["total_params"]
         assert counts["matched"]["target"] == "gated"
